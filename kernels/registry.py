@@ -1,0 +1,68 @@
+"""The one list of fused kernels. Importing it loads neither torch, the DSL nor cuDNN."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .arch import Arch, ArchRange
+from .condition import Condition, Reason, failures
+from .problem import Problem
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FusedKernel(Protocol):
+    """A kernel built for one problem and device."""
+
+    def workspace_bytes(self, bindings: Mapping[str, int]) -> int:
+        """Bytes of scratch that one run needs, for the given symbol values."""
+
+    def run(self, buffers: Mapping[str, torch.Tensor], workspace: torch.Tensor | None, bindings: Mapping[str, int]) -> None:
+        """Launches on torch's current stream. `buffers` has one per role; outputs are written in place."""
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """One fused kernel: what it serves, declared; and the module that builds it, imported only then.
+
+    `id` never changes meaning. `module` has `build(problem, device) -> FusedKernel`. `evidence` says how far it is
+    known to work: "measured" (run here), or "compiled" (cross-compiled, never run).
+    """
+
+    id: str
+    rule: str
+    doc: str
+    arches: ArchRange
+    conditions: tuple[Condition, ...]
+    module: str
+    evidence: str
+    requires_packages: tuple[str, ...]
+    deterministic: bool
+    capturable: bool = True
+    launches: Callable[[Problem], int] = lambda problem: 1
+
+    def supports(self, problem: Problem, arch: Arch) -> tuple[Reason, ...]:
+        """Every reason why this kernel cannot serve `problem` on `arch`; empty where it can."""
+        found = failures(self.conditions, problem, arch)
+        if arch not in self.arches:
+            return (Reason("ARCH", arch.name, f"{self.arches}", "another arch keeps this part unfused"), *found)
+        return found
+
+    def build(self, problem: Problem, device: Any) -> FusedKernel:
+        """Imports the kernel's module and builds it. Raises ImportError where a package is missing."""
+        module = importlib.import_module(self.module)
+        kernel: FusedKernel = module.build(problem, device)
+        return kernel
+
+
+KERNELS: tuple[KernelEntry, ...] = ()
+"""Every fused kernel that exists, in order of preference among equals."""
+
+
+def kernels_for(rule: str) -> tuple[KernelEntry, ...]:
+    """The kernels that serve `rule`."""
+    return tuple(k for k in KERNELS if k.rule == rule)
