@@ -7,17 +7,8 @@ from dataclasses import dataclass
 
 from ..fusion_rules.verdict import FusedMatch, FusionReport, Verdict
 from ..kernels.condition import Reason
+from ..kernels.cost import Estimate
 from .ir.graph import OpGraph
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Work of a step or plan on the target arch at `bindings`: never measured, for choice and explanation only."""
-
-    flops: float
-    bytes: float
-    seconds: float
-    launches: int
 
 
 @dataclass(frozen=True)
@@ -78,3 +69,6 @@ class Plan:
     def verdicts_at(self, node: int) -> tuple[Verdict, ...]:
         """The verdicts of every rule that was anchored at, or reached, `node`."""
         return tuple(v for v in self.report.verdicts if node == v.anchor or node in v.nodes)
+
+
+__all__ = ["Estimate", "Plan", "Step"]
