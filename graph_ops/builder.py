@@ -52,6 +52,7 @@ class Tensor:
         self._scale_layout: ScaleLayout | None = None
         self._alignment = 16
         self._discrete = False
+        self._multiple_of = 1
         self._value: float | None = None
         self._location = caller_location()
 
@@ -142,8 +143,8 @@ class Tensor:
         return TensorSpec(
             uid=self._uid, name=self._name, dim=self._dim, stride=self.stride, data_type=self.data_type,
             is_virtual=self.is_virtual, is_output=self._output, glu_layout=self._glu_layout,
-            scale_layout=self._scale_layout, alignment=self._alignment, discrete=self._discrete, value=self._value,
-            location=self._location,
+            scale_layout=self._scale_layout, alignment=self._alignment, discrete=self._discrete,
+            multiple_of=self._multiple_of, value=self._value, location=self._location,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -207,20 +208,22 @@ class GraphBuilder:
         scale_layout: ScaleLayout | None = None,
         alignment: int = 16,
         discrete: bool = False,
+        multiple_of: int = 1,
         uid: int | None = None,
     ) -> Tensor:
         """A graph input.
 
         `dim`, `stride`: extents and strides in elements (row-major by default). `glu_layout`: gate/up order of the last
         axis. `scale_layout`: for block scales. `alignment`: promised bytes. `discrete`: weights (L, K, N) as L separate
-        (K, N) buffers or an int64 array of addresses. Raises GraphError for a uid that another tensor was given.
+        (K, N) buffers or an int64 array of addresses. `multiple_of`: promise that every value of an integer tensor (end
+        offsets) is a multiple of it. Raises GraphError for a uid that another tensor was given.
         """
         self._require_open("tensor")
         made = self._new_tensor(name or f"tensor.{self._count('tensor')}", tuple(dim), produced=False)
         made._stride = None if stride is None else tuple(stride)
         made._data_type = None if data_type is None else DataType(data_type)
         made._glu_layout, made._scale_layout = glu_layout, scale_layout
-        made._alignment, made._discrete = alignment, discrete
+        made._alignment, made._discrete, made._multiple_of = alignment, discrete, multiple_of
         return made if uid is None else made.set_uid(uid)
 
     def tensor_like(self, template: torch.Tensor | Tensor, name: str = "", **changes: Any) -> Tensor:
@@ -228,7 +231,8 @@ class GraphBuilder:
         if isinstance(template, Tensor):
             like = template.spec()
             given = {"dim": like.dim, "stride": like.stride, "data_type": like.data_type, "glu_layout": like.glu_layout,
-                     "scale_layout": like.scale_layout, "alignment": like.alignment, "discrete": like.discrete}  # fmt: skip
+                     "scale_layout": like.scale_layout, "alignment": like.alignment, "discrete": like.discrete,
+                     "multiple_of": like.multiple_of}  # fmt: skip
         else:
             wanted = str(template.dtype).removeprefix("torch.")
             found = [t for t, info in DATA_TYPES.items() if info.torch_name == wanted and info.packed == 1]

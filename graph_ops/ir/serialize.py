@@ -92,6 +92,7 @@ def _tensor(tensor: TensorSpec) -> dict[str, Any]:
         else {"block_size": s.block_size, "axis": s.axis, "swizzled": s.swizzled},
         "alignment": tensor.alignment,
         "discrete": tensor.discrete,
+        "multiple_of": tensor.multiple_of,
         "value": None if tensor.value is None else _number(tensor.value),
         "location": _location(tensor.location),
     }  # fmt: skip
@@ -111,6 +112,7 @@ def _read_tensor(data: Mapping[str, Any], table: Mapping[str, Any]) -> TensorSpe
         scale_layout=None if scale is None else ScaleLayout(**scale),
         alignment=data["alignment"],
         discrete=data["discrete"],
+        multiple_of=data["multiple_of"],
         value=None if data["value"] is None else float(data["value"]),
         location=_read_location(data["location"]),
     )

@@ -19,8 +19,10 @@ class TensorSpec:
     `dim` and `stride` count elements and may hold symbols. `data_type` is where rounding happens, also for a virtual
     tensor. `is_virtual`: produced by a node and not an output, so it may never exist in memory. `is_output`: written
     to the caller's buffer. `discrete` (weights (L, K, N) only): L separate (K, N) buffers, or an int64 array of their
-    addresses; `stride[1:]` describes each. `alignment` is the promised byte alignment of the data pointer. `value` is
-    set for a compile-time scalar and for nothing else.
+    addresses; `stride[1:]` describes each. `alignment` is the promised byte alignment of the data pointer. `multiple_of`
+    (integer tensors only) promises that every value is a multiple of it: end offsets of padded groups. The promise is
+    checked at execute where the values lie on the host; on a device it is the caller's, as reading them would
+    synchronise. `value` is set for a compile-time scalar and for nothing else.
     """
 
     uid: int
@@ -34,6 +36,7 @@ class TensorSpec:
     scale_layout: ScaleLayout | None = None
     alignment: int = 16
     discrete: bool = False
+    multiple_of: int = 1
     value: float | None = None
     location: SourceLocation | None = None
 
@@ -64,6 +67,8 @@ class TensorSpec:
         extras = [str(x) for x in (self.glu_layout, self.scale_layout) if x is not None]
         if self.discrete:
             extras.append("discrete")
+        if self.multiple_of != 1:
+            extras.append(f"values % {self.multiple_of} == 0")
         return f"{self.name} ({dims}) {self.data_type!r}" + "".join(f" {e}" for e in extras)
 
 

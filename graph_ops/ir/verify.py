@@ -208,6 +208,18 @@ def _symbols_agree(graph: OpGraph) -> Iterator[GraphError]:
                              required="one declaration of multiple_of and maximum")  # fmt: skip
 
 
+def _value_promises(graph: OpGraph) -> Iterator[GraphError]:
+    for tensor in graph.tensors.values():
+        if tensor.multiple_of == 1:
+            continue
+        if tensor.multiple_of < 1:
+            yield _error("MULTIPLE_OF", tensor, "multiple_of", tensor.multiple_of, "at least 1")
+        elif tensor.data_type.info.kind != "int" or tensor.is_virtual or tensor.is_output:
+            yield _error("MULTIPLE_OF", tensor, f"multiple_of={tensor.multiple_of}", f"{tensor.data_type!r}, "
+                         + ("produced by a node" if tensor.is_virtual or tensor.is_output else "a graph input"),
+                         "an integer graph input, whose values the caller knows")  # fmt: skip
+
+
 def _in_place_outputs(graph: OpGraph) -> Iterator[GraphError]:
     for node in graph.nodes:
         if node.op not in OPS:
@@ -234,6 +246,7 @@ RULES: tuple[VerifierRule, ...] = (
     VerifierRule("OPERAND_TYPES", "both operands of a matmul have one data type", _matmul_operands_agree),
     VerifierRule("DATA_TYPE_DOUBLE", "no tensor is DOUBLE: arithmetic is float32", _no_double_inputs),
     VerifierRule("SYMBOL_CLASH", "a symbol is declared one way", _symbols_agree),
+    VerifierRule("MULTIPLE_OF", "only integer graph inputs promise what their values divide by", _value_promises),
     VerifierRule("ACCUMULATE_VIRTUAL", "an output that is accumulated into is an output of the graph", _in_place_outputs),
 )
 
