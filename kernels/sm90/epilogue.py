@@ -1,0 +1,215 @@
+"""Epilogue of one consumer warpgroup: accumulators and C chunks in, gradient, dprob and reductions out."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from . import primitives as p
+from . import reductions, stores
+from .config import CHUNK_N, DgluConfig
+from .epilogue_math import DeviceMath, glu_backward
+
+
+class Epilogue:
+    """State and steps of one warp's epilogue; every tensor that the configuration does not ask for is None."""
+
+    def __init__(self, config: DgluConfig, storage, group, warp, atom_d, coords_d, s_c, d, prob, alpha, beta,
+                 activation, dprob_parts, dbias_parts, amax_parts, columns) -> None:  # fmt: skip
+        self.config, self.schedule = config, config.schedule
+        self.storage, self.group, self.warp = storage, group, warp
+        self.atom_d, self.coords_d, self.s_c, self.d = atom_d, coords_d, s_c, d
+        self.prob, self.alpha, self.beta, self.activation = prob, alpha, beta, activation
+        self.dprob_parts, self.dbias_parts, self.amax_parts = dprob_parts, dbias_parts, amax_parts
+        self.columns = columns
+        self.lane = cute.arch.lane_idx()
+        self.ring = stores.Ring(config.glu_layout, warp, self.lane)
+        self.ring_base = storage.c.data_ptr().toint()
+        self.math = DeviceMath()
+        # Rows whose values must not reach a sum over rows: those past the expert's end.
+        self.masks_rows = config.dbias_dtype is not None or config.has_amax
+        blocks = self.schedule.m_blocks
+        self.row_prob = cute.make_rmem_tensor((2 * blocks,), Float32) if config.has_prob else None
+        self.row_sum = cute.make_rmem_tensor((2 * blocks,), Float32) if config.has_dprob else None
+        self.scale = cute.make_rmem_tensor((2,), Float32)  # alpha**e, beta
+        self.column_sum = cute.make_rmem_tensor((16,), Float32) if config.dbias_dtype else None
+        self.peak = cute.make_rmem_tensor((2,), Float32) if config.has_amax else None
+
+    # The object is constant: the DSL may carry it through loops as nothing.
+    def __extract_mlir_values__(self):
+        return []
+
+    def __new_from_mlir_values__(self, values):
+        return self
+
+    def block_row(self, block: int):
+        """First row, inside the tile, of this warp's 16 rows of a 64-row block."""
+        if self.schedule.pingpong:
+            return self.warp * stores.WARP_ROWS + block * 64
+        return self.warp * stores.WARP_ROWS + block * 128 + self.group * 64
+
+    @cute.jit
+    def begin_tile(self, row: Int32, end: Int32, expert: Int32):
+        """Loads what the tile's epilogue needs per row and per expert, ahead of the mainloop that hides it."""
+        config = self.config
+        if cutlass.const_expr(config.has_prob):
+            for block in cutlass.range_constexpr(self.schedule.m_blocks):
+                for r in cutlass.range_constexpr(2):
+                    at = row + self.block_row(block) + (self.lane >> 2) + 8 * r
+                    value = Float32(0.0)
+                    if at < end:
+                        value = self.prob[at]
+                    self.row_prob[2 * block + r] = value
+        if cutlass.const_expr(config.has_alpha):
+            value = self.alpha[expert]
+            self.scale[0] = value * value if cutlass.const_expr(config.alpha_exponent == 2) else value
+        if cutlass.const_expr(config.has_beta):
+            self.scale[1] = self.beta[expert]
+
+    @cute.jit
+    def run(self, acc: cute.Tensor, row: Int32, n0: Int32, end: Int32, slot: Int32, used: Int32):
+        """The tile's chunks, columns outside, 64-row blocks inside; returns how many chunks the ring has served."""
+        s = self.schedule
+        if cutlass.const_expr(self.row_sum is not None):
+            self.row_sum.fill(0.0)
+        if cutlass.const_expr(self.peak is not None):
+            self.peak.fill(0.0)
+        for nc in cutlass.range_constexpr(s.tile_n // CHUNK_N):
+            if n0 + nc * CHUNK_N < self.columns:
+                if cutlass.const_expr(self.column_sum is not None):
+                    self.column_sum.fill(0.0)
+                for block in cutlass.range_constexpr(s.m_blocks):
+                    self._chunk(acc, nc, block, row, n0 + nc * CHUNK_N, end, used)
+                    if cutlass.const_expr(self.d is not None):
+                        cute.arch.cp_async_bulk_commit_group()
+                        if cutlass.const_expr(nc + block > 0):
+                            # All but the newest store have read their chunk: the one before it may be refilled.
+                            cute.arch.cp_async_bulk_wait_group(1, read=True)
+                            self._give_back(used - 1)
+                    else:
+                        self._give_back(used)
+                    used += 1
+                if cutlass.const_expr(self.column_sum is not None):
+                    reductions.store_column_sums(
+                        self.column_sum, self.storage.scratch.data_ptr().toint(), self.group, self.warp, self.lane,
+                        self.dbias_parts, slot, n0 + nc * CHUNK_N, self.columns, self.config.glu_layout, s.pingpong,
+                    )  # fmt: skip
+        if cutlass.const_expr(self.d is not None):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self._give_back(used - 1)
+        if cutlass.const_expr(self.row_sum is not None):
+            self._store_row_sums(row, n0, end)
+        if cutlass.const_expr(self.peak is not None):
+            reductions.store_peaks(self.peak, self.amax_parts, slot, n0 // s.tile_n, self.group, self.warp, self.lane,
+                                   s.pingpong)
+        return used
+
+    @cute.jit
+    def _give_back(self, chunk: Int32):
+        ring = self.schedule.ring_chunks
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(self.storage.c_empty.data_ptr() + self.group * ring + chunk % ring)
+
+    @cute.jit
+    def _chunk(self, acc: cute.Tensor, nc: cutlass.Constexpr, block: cutlass.Constexpr, row: Int32, n0: Int32,
+               end: Int32, used: Int32):
+        """One chunk: read C, compute, write D over it, store this warp's rows."""
+        ring = self.schedule.ring_chunks
+        index = self.group * ring + used % ring
+        base = self.ring_base + index * stores.CHUNK_BYTES
+        warp_row = row + self.block_row(block)
+        cute.arch.mbarrier_wait(self.storage.c_full.data_ptr() + index, (used // ring) & 1)
+        for half in cutlass.range_constexpr(2):
+            gate, up = self.ring.read(base, half)
+            dgate, dup = self._half(acc, nc, block, half, gate, up, warp_row, n0, end)
+            if cutlass.const_expr(self.d is not None):
+                self.ring.write(base, half, dgate, dup)
+        if cutlass.const_expr(self.d is not None):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            self._store_d(base, index, warp_row, n0, end)
+
+    def _half(self, acc, nc: int, block: int, half: int, gate, up, warp_row, n0, end):
+        """16 compact columns of one chunk: gradient words in the ring's order."""
+        config = self.config
+        dgate_words, dup_words = [], []
+        per_block = self.schedule.tile_n // 2
+        for j in range(2):
+            for r in range(2):
+                first = block * per_block + 4 * (nc * 4 + half * 2 + j) + 2 * r
+                row = warp_row + (self.lane >> 2) + 8 * r
+                grads = [self._element(acc[first + i], g, u, block, r, row < end, (half * 2 + j) * 2 + i)
+                         for i, (g, u) in enumerate(self._inputs(gate[2 * j + r], up[2 * j + r]))]  # fmt: skip
+                (dg0, du0, y0), (dg1, du1, y1) = grads
+                if config.d_dtype is not None:
+                    dgate_words.append(p.pack(dg0, dg1, config.d_dtype))
+                    dup_words.append(p.pack(du0, du1, config.d_dtype))
+                if config.activation_dtype is not None:
+                    column = n0 + half * 16 + j * 8 + 2 * (self.lane & 3)
+                    stores.store_words(self.activation, row, end, column, p.pack(y0, y1, config.activation_dtype))
+        return dgate_words, dup_words
+
+    def _inputs(self, gate_word, up_word):
+        """((gate, up), (gate, up)) of two neighbouring columns, after beta."""
+        gates, ups = p.unpack(gate_word, self.config.c_dtype), p.unpack(up_word, self.config.c_dtype)
+        if self.config.has_beta:
+            gates, ups = [x * self.scale[1] for x in gates], [x * self.scale[1] for x in ups]
+        return tuple(zip(gates, ups))
+
+    def _element(self, r, gate, up, block: int, half_row: int, inside, column: int):
+        """One element: (dgate, dup, activation); adds to the row sum, column sums and peaks."""
+        config = self.config
+        if config.has_alpha:
+            r = r * self.scale[0]
+        prob = self.row_prob[2 * block + half_row] if config.has_prob else None
+        dgate, dup, term, y = glu_backward(r, gate, up, prob, config.act, self.math)
+        if self.row_sum is not None:
+            i = 2 * block + half_row
+            self.row_sum[i] = self.row_sum[i] + term
+        if self.masks_rows:
+            safe_gate = self.math.zero_unless(inside, dgate)
+            safe_up = self.math.zero_unless(inside, dup)
+            if self.column_sum is not None:
+                self.column_sum[column] = self.column_sum[column] + safe_gate
+                self.column_sum[8 + column] = self.column_sum[8 + column] + safe_up
+            if self.peak is not None:
+                self.peak[0] = cute.arch.fmax(self.peak[0], p.absolute(safe_gate))
+                self.peak[1] = cute.arch.fmax(self.peak[1], p.absolute(safe_up))
+        if config.activation_dtype is not None and prob is not None:
+            y = y * prob
+        return dgate, dup, y
+
+    @cute.jit
+    def _store_d(self, base, index: Int32, warp_row: Int32, n0: Int32, end: Int32):
+        """This warp's 16 rows: by TMA when all are the expert's, row by row when its last row is among them."""
+        layout = self.config.glu_layout
+        count = cutlass.const_expr(stores.boxes(layout))
+        width = cutlass.const_expr(stores.box_columns(layout))
+        if warp_row + stores.WARP_ROWS <= end:
+            for box in cutlass.range_constexpr(count):
+                column = stores.box_column(layout, n0, self.columns, box)
+                tile = (stores.WARP_ROWS, width)
+                g_d = cute.local_tile(cute.domain_offset((warp_row, column), self.coords_d), tile, (0, 0))
+                s_d = cute.local_tile(self.s_c[None, None, index * count + box], tile, (self.warp, 0))
+                part, target = cpasync.tma_partition(
+                    self.atom_d, 0, cute.make_layout(1), cute.group_modes(s_d, 0, 2), cute.group_modes(g_d, 0, 2)
+                )
+                cute.copy(self.atom_d, part, target)
+        elif warp_row < end:
+            stores.store_rows(base, layout, self.warp, self.lane, self.d, warp_row, end, n0, self.columns)
+
+    @cute.jit
+    def _store_row_sums(self, row: Int32, n0: Int32, end: Int32):
+        """dprob of this N tile: four lanes hold a row."""
+        part = n0 // self.schedule.tile_n
+        for block in cutlass.range_constexpr(self.schedule.m_blocks):
+            for r in cutlass.range_constexpr(2):
+                total = self.row_sum[2 * block + r]
+                total += cute.arch.shuffle_sync_bfly(total, 1)
+                total += cute.arch.shuffle_sync_bfly(total, 2)
+                at = row + self.block_row(block) + (self.lane >> 2) + 8 * r
+                if (self.lane & 3) == 0 and at < end:
+                    self.dprob_parts[part, at] = total

@@ -1,0 +1,417 @@
+"""Grouped GEMM + dGLU for Hopper: D, dprob (and more) = dGLU(dy @ b[expert], C) in one persistent kernel.
+
+Warpgroup 0 feeds, warpgroups 1 and 2 compute. Per CTA (shared memory: operand stages, two C/D rings, tile records):
+
+    warp 0     scheduler and operand loads. Per tile: finds the expert, writes the tile record, then per k step waits
+               for an empty stage, expects its bytes and issues the two TMA loads (multicast inside a cluster).
+    warp 1     reads the records and loads C chunks by TMA into the ring of the warpgroup that will need them, as soon
+               as chunks are free: during that warpgroup's mainloop, and before.
+    warps 2-3  idle.
+    wg 1, 2    ping-pong: they take tiles in turn, and one's epilogue runs under the other's mainloop; a pair of named
+               barriers keeps the mainloops in tile order. Cooperative: they share each tile's rows.
+
+    barrier        arrivals                                               waits
+    ab_full[s]     1, warp 0's expect-tx, plus the stage's bytes          consumer warps
+    ab_empty[s]    consumer warps of a tile x CTAs of the cluster         warp 0
+    c_full[w, i]   1, warp 1's expect-tx, plus the chunk's bytes          warps of warpgroup w
+    c_empty[w, i]  4, the warps of warpgroup w, once their D has left     warp 1
+    rec_full[i]    1, warp 0                                              warp 1 and the consumer warps of the tile
+    rec_empty[i]   1 + consumer warps of the tile                         warp 0
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from . import mainloop, scheduler, stores
+from . import primitives as p
+from .config import (
+    CHUNK_M,
+    CHUNK_N,
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    TILE_K,
+    WARPGROUP,
+    DgluConfig,
+    scratch_bytes,
+)
+from .epilogue import Epilogue
+
+THREADS = WARPGROUP * (1 + CONSUMERS)
+
+
+class GroupedGemmDglu:
+    """The kernel of one configuration; `__call__` is the host side that builds descriptors and launches."""
+
+    def __init__(self, config: DgluConfig) -> None:
+        self.config = config
+        s = self.schedule = config.schedule
+        self.dtype = p.DTYPES[config.ab_dtype]
+        self.ring_dtype = p.DTYPES[config.c_dtype]
+        self.consumer_warps = 4 if s.pingpong else 4 * CONSUMERS
+        self.stage_bytes = (s.tile_m + s.tile_n) * TILE_K * 2
+        self.a_layout = LayoutEnum.ROW_MAJOR
+        self.b_layout = LayoutEnum.COL_MAJOR if config.b_major == "n" else LayoutEnum.ROW_MAJOR
+
+    # ---- host side -------------------------------------------------------------------------------------------
+
+    def _tiled_mma(self, accumulate: bool):
+        s = self.schedule
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            cute.nvgpu.OperandMajorMode.K,
+            cute.nvgpu.OperandMajorMode.MN if self.config.b_major == "n" else cute.nvgpu.OperandMajorMode.K,
+            Float32,
+            (1 if s.pingpong else 2, 1, 1),
+            tiler_mn=(64, s.tile_n),
+        )
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        return mma
+
+    def _ring_layout(self, rows: int, count: int):
+        columns = stores.box_columns(self.config.glu_layout)
+        kind = warpgroup.SmemLayoutAtomKind.K_SW128 if columns == 64 else warpgroup.SmemLayoutAtomKind.K_SW64
+        atom = warpgroup.make_smem_layout_atom(kind, self.ring_dtype)
+        return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
+
+    def _load_atom(self, tensor, layout_staged, tile, multicast: int):
+        op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        layout = cute.slice_(layout_staged, (None, None, 0))
+        atom, coords = cpasync.make_tiled_tma_atom(op, tensor, layout, tile, num_multicast=multicast)
+        return atom, coords
+
+    @cute.jit
+    def __call__(
+        self,
+        dy: cute.Tensor,  # (M, K)
+        b: cute.Tensor,  # (L, K, N)
+        offsets: cute.Tensor,  # (L,)
+        c: cute.Tensor,  # (M, 2N)
+        d: Optional[cute.Tensor],  # (M, 2N)
+        prob: Optional[cute.Tensor],  # (M,)
+        alpha: Optional[cute.Tensor],  # (L,)
+        beta: Optional[cute.Tensor],  # (L,)
+        activation: Optional[cute.Tensor],  # (M, N)
+        dprob_parts: Optional[cute.Tensor],  # (N tiles, M)
+        dbias_parts: Optional[cute.Tensor],  # (M tiles, 2N)
+        amax_parts: Optional[cute.Tensor],  # (M tiles, N tiles * 16)
+        clusters: Int32,
+        stream: cuda.CUstream,
+    ):
+        s = self.schedule
+        b_nkl = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[2, 1, 0]))
+        tile = (s.tile_m, s.tile_n, TILE_K)
+        smem_a = sm90.make_smem_layout_a(self.a_layout, tile, self.dtype, s.ab_stages)
+        smem_b = sm90.make_smem_layout_b(self.b_layout, tile, self.dtype, s.ab_stages)
+        box = stores.box_columns(self.config.glu_layout)
+        chunks = CONSUMERS * s.ring_chunks * stores.boxes(self.config.glu_layout)
+        smem_c = self._ring_layout(CHUNK_M, chunks)
+        load_a = self._load_atom(dy, smem_a, (s.tile_m, TILE_K), s.cluster_n)
+        load_b = self._load_atom(b_nkl, smem_b, (s.tile_n, TILE_K), s.cluster_m)
+        load_c = self._load_atom(c, smem_c, (CHUNK_M, box), 1)
+        store_d = (None, None)
+        if cutlass.const_expr(d is not None):
+            piece = self._ring_layout(stores.WARP_ROWS, 1)
+            atom, coords = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileS2GOp(), d, cute.slice_(piece, (None, None, 0)), (stores.WARP_ROWS, box)
+            )
+            store_d = (atom, coords)
+
+        @cute.struct
+        class Storage:
+            ab_full: cute.struct.MemRange[Int64, s.ab_stages]
+            ab_empty: cute.struct.MemRange[Int64, s.ab_stages]
+            c_full: cute.struct.MemRange[Int64, CONSUMERS * s.ring_chunks]
+            c_empty: cute.struct.MemRange[Int64, CONSUMERS * s.ring_chunks]
+            rec_full: cute.struct.MemRange[Int64, scheduler.RECORDS]
+            rec_empty: cute.struct.MemRange[Int64, scheduler.RECORDS]
+            records: cute.struct.MemRange[Int32, scheduler.RECORDS * scheduler.RECORD_WORDS]
+            scratch: cute.struct.MemRange[Float32, max(1, scratch_bytes(self.config) // 4)]
+            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(smem_a)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(smem_b)], 1024]
+            c: cute.struct.Align[cute.struct.MemRange[self.ring_dtype, cute.cosize(smem_c)], 1024]
+
+        self.storage = Storage
+        self.kernel(
+            *load_a, *load_b, *load_c, *store_d, self._tiled_mma(False), self._tiled_mma(True),
+            smem_a, smem_b, smem_c, offsets, c, d, prob, alpha, beta, activation, dprob_parts, dbias_parts, amax_parts,
+            cute.size(dy, mode=[1]), cute.size(b_nkl, mode=[0]),
+        ).launch(
+            grid=[clusters * s.cluster_size, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[s.cluster_size, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    # ---- device side -----------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom_a: cute.CopyAtom,
+        coords_a: cute.Tensor,
+        atom_b: cute.CopyAtom,
+        coords_b: cute.Tensor,
+        atom_c: cute.CopyAtom,
+        coords_c: cute.Tensor,
+        atom_d: Optional[cute.CopyAtom],
+        coords_d: Optional[cute.Tensor],
+        mma_first: cute.TiledMma,
+        mma: cute.TiledMma,
+        smem_a: cute.ComposedLayout,
+        smem_b: cute.ComposedLayout,
+        smem_c: cute.ComposedLayout,
+        offsets: cute.Tensor,
+        c: cute.Tensor,
+        d: Optional[cute.Tensor],
+        prob: Optional[cute.Tensor],
+        alpha: Optional[cute.Tensor],
+        beta: Optional[cute.Tensor],
+        activation: Optional[cute.Tensor],
+        dprob_parts: Optional[cute.Tensor],
+        dbias_parts: Optional[cute.Tensor],
+        amax_parts: Optional[cute.Tensor],
+        depth: Int32,
+        columns: Int32,
+    ):
+        s = self.schedule
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        self._init_barriers(storage, warp)
+        if warp == 0:
+            for atom in (atom_a, atom_b, atom_c, atom_d):
+                if cutlass.const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
+        s_a = storage.a.get_tensor(smem_a.outer, swizzle=smem_a.inner)
+        s_b = storage.b.get_tensor(smem_b.outer, swizzle=smem_b.inner)
+        s_c = storage.c.get_tensor(smem_c.outer, swizzle=smem_c.inner)
+        k_tiles = (depth + TILE_K - 1) // TILE_K
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self._feed(storage, (atom_a, coords_a, s_a), (atom_b, coords_b, s_b), offsets, k_tiles, columns)
+            if warp == 1:
+                self._load_c(storage, atom_c, coords_c, s_c, columns)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            group = cute.arch.make_warp_uniform(warp // 4 - 1)
+            epilogue = Epilogue(
+                self.config, storage, group, warp % 4, atom_d, coords_d, s_c, d, prob, alpha, beta, activation,
+                dprob_parts, dbias_parts, amax_parts, columns,
+            )  # fmt: skip
+            self._compute(storage, group, mma_first, mma, s_a, s_b, k_tiles, epilogue)
+
+    @cute.jit
+    def _init_barriers(self, storage, warp: Int32):
+        s = self.schedule
+        if warp == 0:
+            with cute.arch.elect_one():
+                self._init_array(storage.ab_full, s.ab_stages, 1)
+                self._init_array(storage.ab_empty, s.ab_stages, self.consumer_warps * s.cluster_size)
+                self._init_array(storage.c_full, CONSUMERS * s.ring_chunks, 1)
+                self._init_array(storage.c_empty, CONSUMERS * s.ring_chunks, 4)
+                self._init_array(storage.rec_full, scheduler.RECORDS, 1)
+                self._init_array(storage.rec_empty, scheduler.RECORDS, 1 + self.consumer_warps)
+            cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(s.cluster_size > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def _init_array(self, field, count: int, arrivals: int):
+        for i in range(count):
+            cute.arch.mbarrier_init(field.data_ptr() + i, arrivals)
+
+    @cute.jit
+    def _feed(self, storage, a, b, offsets: cute.Tensor, k_tiles: Int32, columns: Int32):
+        """Warp 0: one record and one stream of operand stages per tile."""
+        s = self.schedule
+        atom_a, coords_a, s_a = a
+        atom_b, coords_b, s_b = b
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        rank_m, rank_n = rank % s.cluster_m, rank // s.cluster_m
+        mask_a = cutlass.Int16((1 << s.cluster_size) - 1) if s.cluster_n > 1 else None
+        mask_b = cutlass.Int16((1 << s.cluster_size) - 1) if s.cluster_m > 1 else None
+        experts = cute.size(offsets)
+        tiles_n = (columns + (s.tile_n * s.cluster_n - 1)) // (s.tile_n * s.cluster_n)
+        state = (Int32(0), Int32(0), *scheduler.load_window(offsets, Int32(0), experts, s.tile_m, s.cluster_m))
+        tile = cute.arch.block_idx()[0] // s.cluster_size
+        step = cute.arch.grid_dim()[0] // s.cluster_size
+        stage, phase, count = Int32(0), Int32(0), Int32(0)
+        full, empty = storage.ab_full.data_ptr(), storage.ab_empty.data_ptr()
+        found, expert, first, end, inner, m_tiles, m_before, state = scheduler.locate(
+            tile, offsets, experts, tiles_n, state, s.tile_m, s.cluster_m
+        )
+        while found:
+            m, n = scheduler.order_in_expert(inner, m_tiles, tiles_n, s.band)
+            m_tile = m * s.cluster_m + rank_m
+            row = first + m_tile * s.tile_m
+            n0 = (n * s.cluster_n + rank_n) * s.tile_n
+            slot = m_before * s.cluster_m + m_tile
+            self._write_record(storage, count, row, n0, end, expert, slot)
+            count += 1
+            g_a = cute.local_tile(cute.domain_offset((row, 0), coords_a), (s.tile_m, TILE_K), (0, None))
+            g_b = cute.local_tile(
+                cute.domain_offset((n0, 0), coords_b[None, None, expert]), (s.tile_n, TILE_K), (0, None)
+            )
+            part_a, tile_a = cpasync.tma_partition(
+                atom_a, rank_n, cute.make_layout(s.cluster_n), cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
+            )
+            part_b, tile_b = cpasync.tma_partition(
+                atom_b, rank_m, cute.make_layout(s.cluster_m), cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2)
+            )
+
+            def copy_a(k, at, barrier):
+                cute.copy(atom_a, tile_a[None, k], part_a[None, at], tma_bar_ptr=barrier, mcast_mask=mask_a)
+
+            def copy_b(k, at, barrier):
+                cute.copy(atom_b, tile_b[None, k], part_b[None, at], tma_bar_ptr=barrier, mcast_mask=mask_b)
+
+            stage, phase = mainloop.load_tile(
+                copy_a, copy_b, k_tiles, stage, phase, full, empty, self.stage_bytes, s.ab_stages
+            )
+            tile += step
+            found, expert, first, end, inner, m_tiles, m_before, state = scheduler.locate(
+                tile, offsets, experts, tiles_n, state, s.tile_m, s.cluster_m
+            )
+        for _ in cutlass.range_constexpr(CONSUMERS if s.pingpong else 1):
+            self._write_record(storage, count, Int32(0), Int32(0), Int32(0), Int32(scheduler.END), Int32(0))
+            count += 1
+        # Peers may still arrive here and multicast here; wait until every stage has been given back.
+        for _ in cutlass.range(s.ab_stages, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            stage, phase = mainloop.next_stage(stage, phase, s.ab_stages)
+
+    @cute.jit
+    def _write_record(self, storage, count: Int32, row: Int32, n0: Int32, end: Int32, expert: Int32, slot: Int32):
+        i = count % scheduler.RECORDS
+        cute.arch.mbarrier_wait(storage.rec_empty.data_ptr() + i, ((count // scheduler.RECORDS) & 1) ^ 1)
+        at = storage.records.data_ptr().toint() + i * (scheduler.RECORD_WORDS * 4)
+        if cute.arch.lane_idx() == 0:
+            p.store_shared_i32(at, row)
+            p.store_shared_i32(at + 4, n0)
+            p.store_shared_i32(at + 8, end)
+            p.store_shared_i32(at + 12, expert)
+            p.store_shared_i32(at + 16, slot)
+            cute.arch.mbarrier_arrive(storage.rec_full.data_ptr() + i)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _read_record(self, storage, count: Int32):
+        """(row, n0, row end, expert, partial slot) of the tile; gives the record back."""
+        i = count % scheduler.RECORDS
+        cute.arch.mbarrier_wait(storage.rec_full.data_ptr() + i, (count // scheduler.RECORDS) & 1)
+        at = storage.records.data_ptr().toint() + i * (scheduler.RECORD_WORDS * 4)
+        row = cute.arch.make_warp_uniform(p.load_shared_i32(at))
+        n0 = cute.arch.make_warp_uniform(p.load_shared_i32(at + 4))
+        end = cute.arch.make_warp_uniform(p.load_shared_i32(at + 8))
+        expert = cute.arch.make_warp_uniform(p.load_shared_i32(at + 12))
+        slot = cute.arch.make_warp_uniform(p.load_shared_i32(at + 16))
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(storage.rec_empty.data_ptr() + i)
+        return row, n0, end, expert, slot
+
+    @cute.jit
+    def _load_c(self, storage, atom_c: cute.CopyAtom, coords_c: cute.Tensor, s_c: cute.Tensor, columns: Int32):
+        """Warp 1: the C chunks of every tile, in the order in which their warpgroup reads them."""
+        s = self.schedule
+        tile, used0, used1 = Int32(0), Int32(0), Int32(0)
+        row, n0, end, expert, _ = self._read_record(storage, tile)
+        while expert != scheduler.END:
+            if row < end:
+                for nc in cutlass.range_constexpr(s.tile_n // CHUNK_N):
+                    if n0 + nc * CHUNK_N < columns:
+                        for mi in cutlass.range_constexpr(s.m_blocks):
+                            column = n0 + nc * CHUNK_N
+                            if cutlass.const_expr(s.pingpong):
+                                group = tile % CONSUMERS
+                                used = used0 if group == 0 else used1
+                                self._load_chunk(storage, atom_c, coords_c, s_c, group, used, row + mi * 64, column, columns)
+                                if group == 0:
+                                    used0 += 1
+                                else:
+                                    used1 += 1
+                            else:
+                                for group in cutlass.range_constexpr(CONSUMERS):
+                                    at = row + mi * 128 + group * 64
+                                    self._load_chunk(storage, atom_c, coords_c, s_c, Int32(group), used0, at, column, columns)
+                                used0 += 1
+            tile += 1
+            row, n0, end, expert, _ = self._read_record(storage, tile)
+
+    @cute.jit
+    def _load_chunk(self, storage, atom_c: cute.CopyAtom, coords_c: cute.Tensor, s_c: cute.Tensor, group: Int32,
+                    used: Int32, row: Int32, n0: Int32, columns: Int32):
+        ring = self.schedule.ring_chunks
+        layout = self.config.glu_layout
+        slot = used % ring
+        i = group * ring + slot
+        cute.arch.mbarrier_wait(storage.c_empty.data_ptr() + i, ((used // ring) & 1) ^ 1)
+        full = storage.c_full.data_ptr() + i
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, stores.CHUNK_BYTES)
+        count = cutlass.const_expr(stores.boxes(layout))
+        for box in cutlass.range_constexpr(count):
+            column = stores.box_column(layout, n0, columns, box)
+            g_c = cute.local_tile(
+                cute.domain_offset((row, column), coords_c), (CHUNK_M, stores.box_columns(layout)), (0, 0)
+            )
+            part, source = cpasync.tma_partition(
+                atom_c, 0, cute.make_layout(1), cute.group_modes(s_c, 0, 2), cute.group_modes(g_c, 0, 2)
+            )
+            cute.copy(atom_c, source, part[None, i * count + box], tma_bar_ptr=full)
+
+    @cute.jit
+    def _compute(self, storage, group: Int32, mma_first: cute.TiledMma, mma: cute.TiledMma, s_a: cute.Tensor,
+                 s_b: cute.Tensor, k_tiles: Int32, epilogue):
+        """A consumer warpgroup: mainloop and epilogue of its tiles."""
+        s = self.schedule
+        thread = group * WARPGROUP if cutlass.const_expr(not s.pingpong) else Int32(0)
+        mma_slice = mma.get_slice(thread)
+        frag_a = mma.make_fragment_A(mma_slice.partition_A(s_a))
+        frag_b = mma.make_fragment_B(mma_slice.partition_B(s_b))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((s.tile_m, s.tile_n)), Float32)
+        full, empty = storage.ab_full.data_ptr(), storage.ab_empty.data_ptr()
+        stage, phase, used = Int32(0), Int32(0), Int32(0)
+        tile = group if cutlass.const_expr(s.pingpong) else Int32(0)
+        stride = CONSUMERS if cutlass.const_expr(s.pingpong) else 1
+        if cutlass.const_expr(s.pingpong):
+            if group == 1:
+                stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
+                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP)
+
+        def hand_over():
+            if cutlass.const_expr(s.pingpong):
+                cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=CONSUMERS * WARPGROUP)
+
+        row, n0, end, expert, slot = self._read_record(storage, tile)
+        while expert != scheduler.END:
+            epilogue.begin_tile(row, end, expert)
+            if cutlass.const_expr(s.pingpong):
+                cute.arch.barrier(barrier_id=1 + group, number_of_threads=CONSUMERS * WARPGROUP)
+            stage, phase = mainloop.multiply_tile(
+                mma_first, mma, acc, frag_a, frag_b, k_tiles, stage, phase, full, empty, s.ab_stages, s.cluster_size,
+                hand_over,
+            )  # fmt: skip
+            if cutlass.const_expr(s.pingpong):
+                stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
+            if row < end:
+                used = epilogue.run(acc, row, n0, end, slot, used)
+            tile += stride
+            row, n0, end, expert, slot = self._read_record(storage, tile)
+        # Shared memory must outlive the stores that read it.
+        cute.arch.cp_async_bulk_wait_group(0, read=False)

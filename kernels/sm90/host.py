@@ -1,0 +1,121 @@
+"""Host side: compile a configuration once, launch it with plain torch tensors on torch's current stream."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable
+
+from .config import DgluConfig, illegal, padded_bytes, partials
+
+if TYPE_CHECKING:
+    import torch
+
+ENTRY = "opfuse_sm90_dglu"  # symbol of an exported object
+_lock = threading.Lock()
+_functions: dict[DgluConfig, Callable] = {}
+
+
+class UnsupportedConfig(ValueError):
+    """A configuration that `config.illegal` declines; the message lists every reason."""
+
+
+def workspace_bytes(config: DgluConfig, L: int, M: int, N: int) -> int:
+    """Bytes of scratch memory one launch needs: L experts, M rows, N columns of the matmul's result."""
+    return sum(padded_bytes(rows, columns) for _, rows, columns in partials(config, L, M, N))
+
+
+def compile_dglu(config: DgluConfig) -> Callable:
+    """Compiles a configuration for sm_90a (no GPU needed) and returns the function object.
+
+    Raises UnsupportedConfig with every reason when the configuration is not legal.
+    """
+    reasons = illegal(config)
+    if reasons:
+        raise UnsupportedConfig("; ".join(reasons))
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+    from .entry import compile_entry
+
+    return compile_entry(config)
+
+
+def export_object(function: Callable) -> bytes:
+    """A compiled function as the bytes of a relocatable object, for a cache on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "dglu.o")
+        function.export_to_c(str(path), function_name=ENTRY)
+        return path.read_bytes()
+
+
+def load_object(data: bytes) -> Callable:
+    """The function of an exported object; needs the DSL's runtime library, not its compiler."""
+    import cutlass.cute as cute
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "dglu.o")
+        path.write_bytes(data)
+        return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), ENTRY)
+
+
+def install(config: DgluConfig, function: Callable) -> None:
+    """Makes `launch` use a function that was compiled or loaded elsewhere."""
+    with _lock:
+        _functions[config] = function
+
+
+def function_of(config: DgluConfig) -> Callable:
+    """The function of a configuration, compiled at most once in this process."""
+    function = _functions.get(config)
+    if function is None:
+        with _lock:
+            function = _functions.get(config)
+            if function is None:
+                function = _functions[config] = compile_dglu(config)
+    return function
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(
+    config: DgluConfig,
+    *,
+    dy: torch.Tensor,  # (M, K)
+    b: torch.Tensor,  # (L, K, N)
+    offsets: torch.Tensor,  # (L,) int32 end offsets
+    c: torch.Tensor,  # (M, 2N)
+    d: torch.Tensor | None = None,  # (M, 2N)
+    prob: torch.Tensor | None = None,  # (M,) float32
+    alpha: torch.Tensor | None = None,  # (L,) float32
+    beta: torch.Tensor | None = None,  # (L,) float32
+    dprob: torch.Tensor | None = None,  # (M,) float32
+    activation: torch.Tensor | None = None,  # (M, N)
+    dbias: torch.Tensor | None = None,  # (L, 2N)
+    amax: torch.Tensor | None = None,  # (L, 2) float32
+    q_row: torch.Tensor | None = None,
+    sf_row: torch.Tensor | None = None,
+    q_col: torch.Tensor | None = None,
+    sf_col: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,  # uint8, `workspace_bytes`
+) -> None:
+    """Runs one configuration on torch's current stream; allocates nothing, waits for nothing, reads no offset.
+
+    The configuration says which tensors are present. Rows at or past offsets[-1] of d and activation are not written.
+    Raises UnsupportedConfig on a configuration that is not legal.
+    """
+    M = c.shape[0]
+    if M == 0:
+        for total in (dbias, amax):
+            if total is not None:
+                total.zero_()
+        return
+    s = config.schedule
+    clusters = _multiprocessors(dy.device.index) // s.cluster_size
+    function_of(config)(dy, b, offsets, c, d, prob, alpha, beta, activation, dprob, dbias, amax, workspace, clusters)

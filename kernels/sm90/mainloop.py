@@ -1,0 +1,88 @@
+"""Mainloop: operand tiles by TMA into a ring of stages, consumed by wgmma.
+
+A stage is full when its bytes have landed (one arrival, by the producer's expect-tx) and empty when every consumer
+warp of every CTA that shares one of its operands has arrived.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+
+@cute.jit
+def next_stage(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
+    stage += 1
+    if stage == stages:
+        stage = Int32(0)
+        phase ^= 1
+    return stage, phase
+
+
+@cute.jit
+def skip_stages(stage: Int32, phase: Int32, count: Int32, stages: cutlass.Constexpr):
+    """The state after `count` stages that somebody else consumes."""
+    moved = stage + count
+    wraps = moved // stages
+    return moved - wraps * stages, phase ^ (wraps & 1)
+
+
+@cute.jit
+def load_tile(copy_a, copy_b, k_tiles: Int32, stage: Int32, phase: Int32, full, empty, stage_bytes: cutlass.Constexpr,
+              stages: cutlass.Constexpr):
+    """Producer: issues the loads of one tile's k steps. `copy_*(k, stage, barrier)` start one operand's load."""
+    for k in cutlass.range(k_tiles, unroll=1):
+        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, stage_bytes)
+        copy_a(k, stage, full + stage)
+        copy_b(k, stage, full + stage)
+        stage, phase = next_stage(stage, phase, stages)
+    return stage, phase
+
+
+@cute.jit
+def release(empty, stage: Int32, cluster_size: cutlass.Constexpr):
+    """One arrival a warp at this stage's empty barrier in every CTA of the cluster (all of them share an operand)."""
+    lane = cute.arch.lane_idx()
+    if cutlass.const_expr(cluster_size == 1):
+        if lane == 0:
+            cute.arch.mbarrier_arrive(empty + stage)
+    else:
+        if lane < cluster_size:
+            cute.arch.mbarrier_arrive(empty + stage, lane)
+
+
+@cute.jit
+def multiply_tile(mma_first, mma, acc, frag_a, frag_b, k_tiles: Int32, stage: Int32, phase: Int32, full, empty,
+                  stages: cutlass.Constexpr, cluster_size: cutlass.Constexpr, hand_over):
+    """Consumer: acc = A B over one tile's k steps; `hand_over()` runs once every wgmma is issued.
+
+    One k step stays in flight while the next one is issued, so a stage is released one step late.
+    """
+    k_blocks = cutlass.const_expr(cute.size(frag_a, mode=[2]))
+    cute.arch.mbarrier_wait(full + stage, phase)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(k_blocks):
+        at = (None, None, k, stage)
+        cute.gemm(mma_first if k == 0 else mma, acc, frag_a[at], frag_b[at], acc)
+    warpgroup.commit_group()
+    last = stage
+    stage, phase = next_stage(stage, phase, stages)
+    for _ in cutlass.range(k_tiles - 1, unroll=1):
+        cute.arch.mbarrier_wait(full + stage, phase)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(k_blocks):
+            at = (None, None, k, stage)
+            cute.gemm(mma, acc, frag_a[at], frag_b[at], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        release(empty, last, cluster_size)
+        last = stage
+        stage, phase = next_stage(stage, phase, stages)
+    hand_over()
+    warpgroup.wait_group(0)
+    release(empty, last, cluster_size)
+    return stage, phase

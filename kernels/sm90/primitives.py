@@ -1,0 +1,175 @@
+"""Single instructions that the DSL has no name for, and 16-bit packing. Every function works on one thread's scalars."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+
+DTYPES = {
+    "bf16": BFloat16,
+    "fp16": Float16,
+    "fp32": Float32,
+    "e4m3": cutlass.Float8E4M3FN,
+    "e5m2": cutlass.Float8E5M2,
+}
+LOG2_E = 1.4426950408889634
+
+
+def ldmatrix4(address):
+    """Four 8x8 matrices of 16-bit elements from shared memory, one row address a lane: 4 words a lane."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def stmatrix4(address, words):
+    """Stores what `ldmatrix4` loads."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+    )
+
+
+def load_shared_v2(address):
+    """Two 32-bit words of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
+    )
+
+
+def store_shared_v2(address, words):
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])
+
+
+def load_shared_v4(address):
+    """Four 32-bit words of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def load_shared_i32(address):
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def store_shared_i32(address, value):
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, Int32(value)])
+
+
+def load_shared_f32(address):
+    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def store_shared_f32(address, value):
+    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def load_global(address, dtype):
+    """One 32-bit value of read-only global memory at a 64-bit address."""
+    suffix = "f32" if dtype is Float32 else "b32"
+    return cute.arch.inline_ptx(
+        f"ld.global.nc.{suffix} {{$w0}}, [{{$r0}}];", write_only_types=[dtype], read_only_args=[address]
+    )
+
+
+def load_global_v2(address):
+    return cute.arch.inline_ptx(
+        "ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
+    )
+
+
+def store_global(address, words):
+    """1, 2 or 4 32-bit words to global memory at a 64-bit address."""
+    n = len(words)
+    vector = "" if n == 1 else f".v{n}"
+    operands = "{$r1}" if n == 1 else "{" + ", ".join(f"{{$r{i + 1}}}" for i in range(n)) + "}"
+    cute.arch.inline_ptx(f"st.global{vector}.b32 [{{$r0}}], {operands};", read_only_args=[address, *words])
+
+
+def store_global_b16(address, word):
+    """The low 16 bits of a word."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r1}; st.global.b16 [{$r0}], lo; }", read_only_args=[address, word]
+    )
+
+
+def store_global_b8(address, word):
+    """The low 8 bits of a word."""
+    cute.arch.inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def byte_permute(a, b, selector: int):
+    return cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector:#x};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
+
+
+def bits(value):
+    """The 32 bits of a float."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[value])
+
+
+def absolute(x):
+    return cute.arch.inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def from_bits(word):
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+
+
+def fma(a, b, c):
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+    )
+
+
+def exp2(x):
+    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def rcp(x):
+    return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def sigmoid(x):
+    """1 / (1 + 2**(-x log2 e)); relative error near 2**-22, also where the result is small.
+
+    tanh.approx would save one special-function instruction, but its absolute error of 2**-11 is a relative error
+    of several per cent for gates below -5.
+    """
+    return rcp(exp2(x * Float32(-LOG2_E)) + Float32(1.0))
+
+
+def tanh(x):
+    """2 sigmoid(2x) - 1: absolute error near 2**-22."""
+    return fma(sigmoid(x + x), Float32(2.0), Float32(-1.0))
+
+
+def unpack(word, dtype: str):
+    """The two 16-bit floats of a word as float32: (low, high)."""
+    if dtype == "bf16":
+        return from_bits(word << Uint32(16)), from_bits(word & Uint32(0xFFFF0000))
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.f32.f16 {$w0}, lo; cvt.f32.f16 {$w1}, hi; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[word],
+    )
+
+
+def pack(low, high, dtype: str):
+    """Two float32 rounded to nearest even, as one word of 16-bit floats."""
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+def row_address(tensor: cute.Tensor, row, column):
+    """Byte address of tensor[row, column] in 64 bits; the tensor is row-major."""
+    index = Int64(row) * Int64(tensor.stride[0]) + Int64(column)
+    return tensor.iterator.toint() + index * Int64(tensor.element_type.width // 8)

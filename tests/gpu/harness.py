@@ -1,0 +1,141 @@
+"""Problems with awkward groups, a float64 oracle, and checks, for the tests of the Hopper kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from opfuse.kernels.sm90 import host
+from opfuse.kernels.sm90.config import DgluConfig
+from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
+
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+POISON = 777.0  # no output of unit-scale data rounds to it
+
+
+def split_columns(x, layout: str):
+    """(M, 2N) -> gate (M, N), up (M, N)."""
+    m, n2 = x.shape
+    n = n2 // 2
+    if layout == "concatenated":
+        return x[:, :n], x[:, n:]
+    w = 32 if layout == "interleaved32" else 1
+    v = x.reshape(m, n // w, 2, w)
+    return v[:, :, 0].reshape(m, n), v[:, :, 1].reshape(m, n)
+
+
+def join_columns(gate, up, layout: str):
+    m, n = gate.shape
+    if layout == "concatenated":
+        return np.concatenate([gate, up], 1)
+    w = 32 if layout == "interleaved32" else 1
+    return np.stack([gate.reshape(m, n // w, w), up.reshape(m, n // w, w)], 2).reshape(m, 2 * n)
+
+
+def pick(generator, values, size):
+    index = torch.randint(len(values), (size,), generator=generator)
+    return torch.tensor(values)[index].cuda()
+
+
+def make(config: DgluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0) -> dict:
+    """Inputs and poisoned outputs: `sizes` rows per expert and `tail` rows past the last offset."""
+    g = torch.Generator().manual_seed(seed)
+    gc = torch.Generator(device="cuda").manual_seed(seed)
+    L, M = len(sizes), sum(sizes) + tail
+    ab, c_type = TORCH[config.ab_dtype], TORCH[config.c_dtype]
+
+    def randn(*shape, dtype=torch.float32, scale=1.0):
+        return (torch.randn(*shape, device="cuda", generator=gc) * scale).to(dtype)
+
+    def poisoned(*shape, dtype):
+        return torch.full(shape, POISON, device="cuda", dtype=dtype)
+
+    b = randn(L, N, K, dtype=ab, scale=K**-0.5) if config.b_major == "k" else randn(L, K, N, dtype=ab, scale=K**-0.5)
+    out = {
+        "dy": randn(M, K, dtype=ab),
+        "b": b.transpose(1, 2) if config.b_major == "k" else b,
+        "offsets": torch.tensor(sizes).cumsum(0).to(torch.int32).cuda(),
+        "c": randn(M, 2 * N, dtype=c_type, scale=2.0),
+    }
+    if config.d_dtype:
+        out["d"] = poisoned(M, 2 * N, dtype=TORCH[config.d_dtype])
+    if config.has_prob:
+        out["prob"] = pick(g, [-1.5, 0.5, 2.0, 0.0, 0.75], M)
+    if config.has_alpha:
+        out["alpha"] = pick(g, [-1.5, 0.5, 2.0], L)
+    if config.has_beta:
+        out["beta"] = pick(g, [-1.5, 0.5, 2.0], L)
+    if config.has_dprob:
+        out["dprob"] = poisoned(M, dtype=torch.float32)
+    if config.activation_dtype:
+        out["activation"] = poisoned(M, N, dtype=TORCH[config.activation_dtype])
+    if config.dbias_dtype:
+        out["dbias"] = poisoned(L, 2 * N, dtype=TORCH[config.dbias_dtype])
+    if config.has_amax:
+        out["amax"] = poisoned(L, 2, dtype=torch.float32)
+    out["workspace"] = torch.full((max(16, host.workspace_bytes(config, L, M, N)),), 0xFF, dtype=torch.uint8, device="cuda")
+    return out
+
+
+def oracle(config: DgluConfig, t: dict) -> dict:
+    """Every output in float64, unrounded, for the rows that belong to an expert."""
+    ends = t["offsets"].tolist()
+    starts = [0, *ends[:-1]]
+    total, N = ends[-1], t["c"].shape[1] // 2
+    r = torch.zeros(total, N, dtype=torch.float64, device="cuda")
+    scale = np.ones((total, 1))
+    beta = np.ones((total, 1))
+    for g, (s, e) in enumerate(zip(starts, ends)):
+        if e > s:
+            r[s:e] = t["dy"][s:e].double() @ t["b"][g].double()
+            if config.has_alpha:
+                scale[s:e] = float(t["alpha"][g]) ** config.alpha_exponent
+            if config.has_beta:
+                beta[s:e] = float(t["beta"][g])
+    r = r.cpu().numpy() * scale
+    gate, up = split_columns(t["c"][:total].double().cpu().numpy() * beta, config.glu_layout)
+    prob = t["prob"][:total].double().cpu().numpy()[:, None] if config.has_prob else None
+    dgate, dup, term, y = glu_backward(r, gate, up, prob, config.act, NumpyMath())
+    out = {"d": join_columns(dgate, dup, config.glu_layout), "dprob": term.sum(1)}
+    out["activation"] = y if prob is None else y * prob
+    out["dbias"] = np.stack([out["d"][s:e].sum(0) for s, e in zip(starts, ends)])
+    out["amax"] = np.array([[abs(x[s:e]).max(initial=0.0) for x in (dgate, dup)] for s, e in zip(starts, ends)])
+    return out
+
+
+def relative(out: torch.Tensor, ref: np.ndarray) -> float:
+    """||out - ref|| / ||ref||; infinite on NaN."""
+    got = out.double().cpu().numpy()
+    error = np.linalg.norm(got - ref) / max(np.linalg.norm(ref), 1e-30)
+    return float(error) if np.isfinite(error) else float("inf")
+
+
+# bf16 rounds to 2**-9 of a value at worst, about 0.0017 in the norm of a rounded tensor; sums in float32 are far below.
+LIMITS = {"bf16": 3e-3, "fp16": 5e-4, "fp32": 2e-5}
+
+
+def check(config: DgluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0) -> dict[str, float]:
+    """Runs one problem and returns the relative error of every output; raises AssertionError on a wrong one."""
+    t = make(config, sizes, K, N, tail, seed)
+    host.launch(config, **t)
+    torch.cuda.synchronize()
+    ref, total, errors, bad = oracle(config, t), sum(sizes), {}, []
+    kinds = {"d": config.d_dtype, "dprob": "fp32", "activation": config.activation_dtype,
+             "dbias": config.dbias_dtype, "amax": "fp32"}  # fmt: skip
+    for name, kind in kinds.items():
+        if name not in t:
+            continue
+        rows = slice(None) if name in ("dbias", "amax") else slice(0, total)
+        errors[name] = relative(t[name][rows], ref[name])
+        # dprob cancels (prob carries no sign of its own), so its norm shrinks against its terms'.
+        limit = LIMITS[kind] * (5 if name in ("dprob", "dbias") and kind == "fp32" else 1)
+        if not errors[name] <= limit:
+            bad.append(f"{name} {errors[name]:.2e} > {limit:.0e}")
+        if name in ("d", "activation") and not bool((t[name][total:] == POISON).all()):
+            bad.append(f"{name} wrote past the last offset")
+        if name == "dprob" and not bool((t[name][total:] == 0).all()):
+            bad.append("dprob is not zero past the last offset")
+    assert not bad, f"{'; '.join(bad)} ({dataclasses.asdict(config)}, sizes {sizes}, K {K}, N {N})"
+    return errors
