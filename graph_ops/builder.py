@@ -174,7 +174,9 @@ class GraphBuilder:
         deterministic: bool = False,
     ) -> None:
         if compute_data_type is not DataType.FLOAT:
-            raise GraphError("COMPUTE_DATA_TYPE", asked="compute_data_type", seen=compute_data_type, required=DataType.FLOAT)
+            raise GraphError(
+                "COMPUTE_DATA_TYPE", asked="compute_data_type", seen=compute_data_type, required=DataType.FLOAT
+            )
         self.name = name
         self.io_data_type = DataType(io_data_type)
         self.intermediate_data_type = DataType(intermediate_data_type)
@@ -189,7 +191,7 @@ class GraphBuilder:
     # ------------------------------------------------------------------ tensors
 
     def symbol(self, name: str, multiple_of: int = 1, max: int | None = None) -> Expression:
-        """A dim bound by the buffers of each execute. The same name is the same symbol; declared differently, GraphError."""
+        """A dim bound by the buffers of each execute. A name declared twice in different ways is a GraphError."""
         fresh = symbol(name, multiple_of, max)
         known = self._symbols.setdefault(name, fresh)
         if known != fresh:
@@ -251,8 +253,17 @@ class GraphBuilder:
 
     # ------------------------------------------------------------------ grouped matmuls and GLU
 
-    def grouped_matmul(self, a: Tensor, b: Tensor, offsets: Tensor, *, alpha: Tensor | None = None,
-                       alpha_exponent: int = 1, bias: Tensor | None = None, name: str | None = None) -> Tensor:  # fmt: skip
+    def grouped_matmul(
+        self,
+        a: Tensor,
+        b: Tensor,
+        offsets: Tensor,
+        *,
+        alpha: Tensor | None = None,
+        alpha_exponent: int = 1,
+        bias: Tensor | None = None,
+        name: str | None = None,
+    ) -> Tensor:
         """(M, K) x (L, K, N) -> (M, N); rows `[offsets[g-1], offsets[g])` use expert g.
 
         `y = alpha[g]**alpha_exponent * a @ b[g] + bias[g]`. `b` has any strides, dense or discrete.
@@ -265,7 +276,9 @@ class GraphBuilder:
         """(M, K), (M, N) -> (L, K, N): weight gradients; an empty expert's is zero, or its accumulator unchanged."""
         return self._one("grouped_matmul_wgrad", name, dict(a=a, dy=dy, offsets=offsets), accumulate=accumulate)
 
-    def glu(self, x: Tensor, *, act: str, prob: Tensor | None = None, name: str | None = None, **parameters: Any) -> Tensor:
+    def glu(
+        self, x: Tensor, *, act: str, prob: Tensor | None = None, name: str | None = None, **parameters: Any
+    ) -> Tensor:
         """(M, 2I) -> (M, I): gated activation `act` ("swiglu", "geglu", "situglu"), times `prob` (M,).
 
         `parameters`: geglu_alpha, clamp_min, clamp_max, linear_offset (geglu); situ_beta1, situ_beta2 (situglu).
@@ -362,7 +375,9 @@ class GraphBuilder:
         """x * sigmoid(swish_beta * x)."""
         return self._one("swish", name, dict(x=x), swish_beta=float(swish_beta))
 
-    def swish_backward(self, loss: Tensor, input: Tensor, *, swish_beta: float = 1.0, name: str | None = None) -> Tensor:
+    def swish_backward(
+        self, loss: Tensor, input: Tensor, *, swish_beta: float = 1.0, name: str | None = None
+    ) -> Tensor:
         """Gradient of swish at `input` times `loss` (cuDNN's argument names)."""
         return self._one("swish_backward", name, dict(dy=loss, x=input), swish_beta=float(swish_beta))
 
@@ -422,7 +437,11 @@ class GraphBuilder:
     def operation_graph(self) -> OpGraph:
         """The graph as it stands, frozen. Shapes are inferred again, since inputs' dims may have been set late."""
         for pending in self._pending:
-            self._infer(pending)
+            try:
+                self._infer(pending)
+            except GraphError as error:
+                error.where = error.where or f"{pending.name} [{pending.op}] at {pending.location}"
+                raise
         nodes = tuple(
             Node(
                 index=index,
@@ -484,8 +503,12 @@ class GraphBuilder:
     def _check_activation(self, act: str, parameters: Mapping[str, Any]) -> None:
         known = ACTIVATION_PARAMETERS.get(act)
         if known is not None and (unused := sorted(set(parameters) - set(known))):
-            raise GraphError("ARGUMENT_UNUSED", asked=f"{act} with {unused}", required=f"parameters of {act}: {list(known)}",
-                             where=caller_location())  # fmt: skip
+            raise GraphError(
+                "ARGUMENT_UNUSED",
+                asked=f"{act} with {unused}",
+                required=f"parameters of {act}: {list(known)}",
+                where=caller_location(),
+            )
 
     def _one(self, op: str, name: str | None, inputs: Mapping[str, Any], **attributes: Any) -> Tensor:
         return next(iter(self._apply(op, name, inputs, **attributes).values()))
@@ -507,15 +530,22 @@ class GraphBuilder:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return self.tensor_scalar(float(value))
         if not isinstance(value, Tensor) or self._tensors.get(value.uid) is not value:
-            raise GraphError("OPERAND", asked=f"{op} {port}", seen=type(value).__name__, required="a Tensor of this graph",
-                             where=caller_location())  # fmt: skip
+            raise GraphError(
+                "OPERAND",
+                asked=f"{op} {port}",
+                seen=type(value).__name__,
+                required="a Tensor of this graph",
+                where=caller_location(),
+            )
         return value
 
     def _infer(self, pending: _PendingNode) -> None:
         spec = OPS[pending.op]
         inferred = spec.infer(
             {
-                port: InferenceInput(t.name, t.dim, t.glu_layout, t.scale_layout, t._data_type, t._discrete)
+                port: InferenceInput(
+                    t.name, t.dim, t.glu_layout, t.scale_layout, t._data_type or t._fixed_type, t._discrete
+                )
                 for port, t in pending.inputs.items()
             },
             pending.attributes,
@@ -529,4 +559,3 @@ class GraphBuilder:
                 out._dim = result.dim
             out._glu_layout, out._scale_layout = result.glu_layout, result.scale_layout
             out._fixed_type = result.data_type or spec.output(port).default_type
-

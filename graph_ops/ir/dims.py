@@ -7,11 +7,12 @@ rounded-up quotient. Expressions are canonical, so equal values compare equal (`
 from __future__ import annotations
 
 import ast
+import keyword
 import math
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Union
 
 from .errors import GraphError, VariantPackError
 
@@ -35,7 +36,7 @@ class _CeilDiv:
     divisor: int
 
 
-Atom = Union[Symbol, _CeilDiv]
+Atom = Symbol | _CeilDiv
 Monomial = tuple[Atom, ...]
 
 
@@ -53,13 +54,14 @@ class Expression:
     def __sub__(self, other: Dim) -> Dim:
         return self + (-1) * other
 
+    def __neg__(self) -> Dim:
+        return (-1) * self
+
     def __rsub__(self, other: Dim) -> Dim:
         return (-1) * self + other
 
     def __mul__(self, other: Dim) -> Dim:
-        return _collect(
-            (tuple(sorted(m + n, key=_atom_text)), c * d) for m, c in self.terms for n, d in _terms(other)
-        )
+        return _collect((tuple(sorted(m + n, key=_atom_text)), c * d) for m, c in self.terms for n, d in _terms(other))
 
     __rmul__ = __mul__
 
@@ -69,13 +71,17 @@ class Expression:
     __repr__ = __str__
 
 
-Dim = Union[int, Expression]
+Dim = int | Expression
 
 
 def symbol(name: str, multiple_of: int = 1, maximum: int | None = None) -> Expression:
-    """The extent named `name`. Raises GraphError for a name that is no identifier or a multiple below 1."""
-    if not name.isidentifier():
-        raise GraphError("SYMBOL_NAME", asked=f"symbol {name!r}", required="a Python identifier")
+    """The extent named `name`. Raises GraphError for a name that is no identifier, a multiple below 1 or a maximum
+    below 0."""
+    if not name.isidentifier() or keyword.iskeyword(name) or unicodedata.normalize("NFKC", name) != name:
+        # The name must read back as it was written, and Python's parser reads dims.
+        raise GraphError("SYMBOL_NAME", asked=f"symbol {name!r}", required="a Python identifier that is no keyword")
+    if maximum is not None and maximum < 0:
+        raise GraphError("SYMBOL_MAXIMUM", asked=f"symbol {name!r}", seen=maximum, required="maximum >= 0")
     if multiple_of < 1:
         raise GraphError("SYMBOL_MULTIPLE", asked=f"symbol {name!r}", seen=multiple_of, required="multiple_of >= 1")
     return Expression((((Symbol(name, multiple_of, maximum),), 1),))
@@ -143,7 +149,10 @@ def bind(value: Dim, extent: int, bindings: dict[str, int], where: str) -> None:
         if (expected := evaluate(value, bindings)) != extent:
             bound = ", ".join(f"{s.name}={bindings[s.name]}" for s in symbols((value,)))
             raise VariantPackError(
-                "SHAPE", asked=where, seen=extent, required=f"{value} = {expected}" + (f" with {bound}" if bound else "")
+                "SHAPE",
+                asked=where,
+                seen=extent,
+                required=f"{value} = {expected}" + (f" with {bound}" if bound else ""),
             )
         return
     assert isinstance(value, Expression)
@@ -153,7 +162,9 @@ def bind(value: Dim, extent: int, bindings: dict[str, int], where: str) -> None:
         return
     quotient, remainder = divmod(extent - rest, slope)
     if remainder or quotient < 0:
-        raise VariantPackError("SHAPE", asked=where, seen=extent, required=f"{value} for a whole {unbound[0].name} >= 0")
+        raise VariantPackError(
+            "SHAPE", asked=where, seen=extent, required=f"{value} for a whole {unbound[0].name} >= 0"
+        )
     check_symbol(unbound[0], quotient, where)
     bindings[unbound[0].name] = quotient
 
@@ -173,9 +184,11 @@ def parse(text: str | int, table: Mapping[str, Expression]) -> Dim:
     if isinstance(text, int):
         return text
 
+    unreadable = GraphError("JSON_DIM", asked=f"dim {text!r}", required=f"an expression over {sorted(table)}")
+
     def walk(node: ast.expr) -> Dim:
         match node:
-            case ast.Constant(value=int() as number):
+            case ast.Constant(value=int() as number) if not isinstance(number, bool):
                 return number
             case ast.Name(id=name) if name in table:
                 return table[name]
@@ -185,11 +198,17 @@ def parse(text: str | int, table: Mapping[str, Expression]) -> Dim:
                 return walk(left) * walk(right)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -1 * walk(operand)
-            case ast.Call(func=ast.Name(id="ceil_div"), args=[numerator, ast.Constant(value=int() as divisor)]):
+            case ast.Call(func=ast.Name(id="ceil_div"), args=[numerator, ast.Constant(value=int() as divisor)]) if (
+                divisor > 0
+            ):
                 return ceil_div(walk(numerator), divisor)
-        raise GraphError("JSON_DIM", asked=f"dim {text!r}", required=f"an expression over {sorted(table)}")
+        raise unreadable
 
-    return walk(ast.parse(text, mode="eval").body)
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError) as error:
+        raise unreadable from error
+    return walk(tree.body)
 
 
 def _terms(value: Dim) -> Iterable[tuple[Monomial, int]]:

@@ -29,7 +29,14 @@ class OpfuseError(Exception):
         hint: str | None = None,
         where: object = None,
     ) -> None:
-        self.code, self.asked, self.seen, self.required, self.hint, self.where = code, asked, seen, required, hint, where
+        self.code, self.asked, self.seen, self.required, self.hint, self.where = (
+            code,
+            asked,
+            seen,
+            required,
+            hint,
+            where,
+        )
         super().__init__(str(self))
 
     def __str__(self) -> str:

@@ -102,7 +102,9 @@ class OpGraph:
     @cached_property
     def graph_inputs(self) -> tuple[TensorSpec, ...]:
         """Tensors that the caller's buffers provide: used, produced by no node, and not compile-time scalars."""
-        return tuple(t for uid, t in self.tensors.items() if uid not in self.producers and not t.is_constant and self.uses[uid])
+        return tuple(
+            t for uid, t in self.tensors.items() if uid not in self.producers and not t.is_constant and self.uses[uid]
+        )
 
     @cached_property
     def graph_outputs(self) -> tuple[TensorSpec, ...]:
@@ -115,7 +117,7 @@ class OpGraph:
     def successors(self, node: Node) -> Iterator[Node]:
         """Nodes that read an output of `node`, one per use."""
         for _, uid in node.outputs:
-            for use in self.uses[uid]:
+            for use in self.uses.get(uid, ()):
                 yield use.node
 
     @cached_property

@@ -61,6 +61,11 @@ class ScaleLayout:
     axis: int
     swizzled: bool = True
 
+    def __post_init__(self) -> None:
+        if self.axis not in (0, 1) or self.block_size < 1:
+            seen = f"block_size={self.block_size}, axis={self.axis}"
+            raise GraphError("SCALE_LAYOUT", asked="ScaleLayout", seen=seen, required="block_size >= 1, axis 0 or 1")
+
     def __str__(self) -> str:
         return f"{'swizzled' if self.swizzled else 'plain'}(block {self.block_size}, axis {self.axis})"
 

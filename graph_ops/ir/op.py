@@ -103,11 +103,15 @@ class OpSpec:
         """`given` with defaults filled in. Raises GraphError for an unknown, missing or disallowed attribute."""
         known = {a.name: a for a in self.attributes}
         if unknown := sorted(set(given) - set(known)):
-            raise GraphError("ATTRIBUTE_UNKNOWN", asked=f"{self.name}({', '.join(unknown)})", required=f"one of {sorted(known)}")
+            raise GraphError(
+                "ATTRIBUTE_UNKNOWN", asked=f"{self.name}({', '.join(unknown)})", required=f"one of {sorted(known)}"
+            )
         values = {}
         for attribute in self.attributes:
             if attribute.required and given.get(attribute.name) is None:
-                raise GraphError("ATTRIBUTE_MISSING", asked=f"{self.name}.{attribute.name}", required=attribute.requirement)
+                raise GraphError(
+                    "ATTRIBUTE_MISSING", asked=f"{self.name}.{attribute.name}", required=attribute.requirement
+                )
             value = given.get(attribute.name, attribute.default)
             if not attribute.allowed(value):
                 raise GraphError("ATTRIBUTE_VALUE", asked=f"{self.name}.{attribute.name}", seen=repr(value),

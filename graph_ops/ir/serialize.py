@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ def to_dict(graph: OpGraph) -> dict[str, Any]:
 
 
 def to_json(graph: OpGraph, indent: int | None = 1) -> str:
-    """The graph as JSON text. Infinite attributes are written as the strings "inf" and "-inf"."""
+    """The graph as JSON text. Numbers that JSON lacks are written as "inf", "-inf" and "nan"."""
     return json.dumps(to_dict(graph), indent=indent, allow_nan=False)
 
 
@@ -49,14 +50,27 @@ def from_json(text: str) -> OpGraph:
 def from_dict(data: Mapping[str, Any]) -> OpGraph:
     """The graph of `to_dict`. Raises GraphError for another format or version, or for missing fields."""
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise GraphError("JSON_FORMAT", asked="an operation graph", seen=data.get("format") if isinstance(data, Mapping) else type(data),
-                         required=f"format {FORMAT!r}")  # fmt: skip
+        raise GraphError(
+            "JSON_FORMAT",
+            asked="an operation graph",
+            seen=data.get("format") if isinstance(data, Mapping) else type(data),
+            required=f"format {FORMAT!r}",
+        )
     if data.get("version") != VERSION:
-        raise GraphError("JSON_VERSION", asked="an operation graph", seen=data.get("version"), required=f"version {VERSION}",
-                         hint="write it again with this version of opfuse")  # fmt: skip
+        raise GraphError(
+            "JSON_VERSION",
+            asked="an operation graph",
+            seen=data.get("version"),
+            required=f"version {VERSION}",
+            hint="write it again with this version of opfuse",
+        )
     try:
         table = {s["name"]: symbol(s["name"], s["multiple_of"], s["maximum"]) for s in data["symbols"]}
         tensors = [_read_tensor(t, table) for t in data["tensors"]]
+        if len({t.uid for t in tensors}) < len(tensors):
+            raise GraphError(
+                "JSON_FIELD", asked="an operation graph", seen="one uid on two tensors", required="unique uids"
+            )
         return OpGraph(
             name=data["name"],
             tensors={t.uid: t for t in tensors},
@@ -65,7 +79,9 @@ def from_dict(data: Mapping[str, Any]) -> OpGraph:
             intermediate_data_type=DataType(data["intermediate_data_type"]),
             deterministic=data["deterministic"],
         )
-    except (KeyError, TypeError) as error:
+    except GraphError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise GraphError("JSON_FIELD", asked="an operation graph", seen=f"{type(error).__name__}: {error}",
                          required="the fields that to_json writes") from error  # fmt: skip
 
@@ -142,7 +158,7 @@ def _read_node(index: int, data: Mapping[str, Any]) -> Node:
 
 
 def _number(value: float) -> float | str:
-    return str(value) if value in (float("inf"), float("-inf")) else value
+    return value if math.isfinite(value) else str(value)
 
 
 def _value(value: Any) -> Any:
@@ -154,7 +170,7 @@ def _value(value: Any) -> Any:
 def _read_value(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
-    return float(value) if value in ("inf", "-inf") else value
+    return float(value) if value in ("inf", "-inf", "nan") else value
 
 
 def _location(location: SourceLocation | None) -> list[Any] | None:

@@ -19,10 +19,10 @@ class TensorSpec:
     `dim` and `stride` count elements and may hold symbols. `data_type` is where rounding happens, also for a virtual
     tensor. `is_virtual`: produced by a node and not an output, so it may never exist in memory. `is_output`: written
     to the caller's buffer. `discrete` (weights (L, K, N) only): L separate (K, N) buffers, or an int64 array of their
-    addresses; `stride[1:]` describes each. `alignment` is the promised byte alignment of the data pointer. `multiple_of`
-    (integer tensors only) promises that every value is a multiple of it: end offsets of padded groups. The promise is
-    checked at execute where the values lie on the host; on a device it is the caller's, as reading them would
-    synchronise. `value` is set for a compile-time scalar and for nothing else.
+    addresses; `stride[1:]` describes each. `alignment` is the promised byte alignment of the data pointer.
+    `multiple_of` (integer tensors only) promises that every value is a multiple of it: end offsets of padded groups.
+    The promise is checked at execute where the values lie on the host; on a device it is the caller's, as reading
+    them would synchronise. `value` is set for a compile-time scalar and for nothing else.
     """
 
     uid: int

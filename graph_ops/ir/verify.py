@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .dims import Dim, Expression
+from .dims import known_divisor
 from .dtypes import DataType
 from .errors import GraphError, VerificationError
 from .graph import Node, OpGraph
@@ -30,8 +30,14 @@ class VerifierRule:
     check: Check
 
 
-def _error(code: str, where: Node | TensorSpec, asked: object, seen: object, required: object, hint: str | None = None) -> GraphError:
-    place = where.path if isinstance(where, Node) else f"tensor {where.name}" + (f" at {where.location}" if where.location else "")
+def _error(
+    code: str, where: Node | TensorSpec, asked: object, seen: object, required: object, hint: str | None = None
+) -> GraphError:
+    place = (
+        where.path
+        if isinstance(where, Node)
+        else f"tensor {where.name}" + (f" at {where.location}" if where.location else "")
+    )
     return GraphError(code, asked=asked, seen=seen, required=required, hint=hint, where=place)
 
 
@@ -39,8 +45,13 @@ def _not_empty(graph: OpGraph) -> Iterator[GraphError]:
     if not graph.nodes:
         yield GraphError("GRAPH_EMPTY", asked=f"graph {graph.name}", seen="no node", required="at least one node")
     elif not graph.graph_outputs:
-        yield GraphError("NO_OUTPUT", asked=f"graph {graph.name}", seen="no output tensor",
-                         required="at least one", hint="call .set_output(True) on the tensors you want written")  # fmt: skip
+        yield GraphError(
+            "NO_OUTPUT",
+            asked=f"graph {graph.name}",
+            seen="no output tensor",
+            required="at least one",
+            hint="call .set_output(True) on the tensors you want written",
+        )
 
 
 def _known_ops(graph: OpGraph) -> Iterator[GraphError]:
@@ -57,10 +68,13 @@ def _ports(graph: OpGraph) -> Iterator[GraphError]:
         for kind, ports, given in (("input", spec.inputs, node.inputs), ("output", spec.outputs, node.outputs)):
             names = Counter(p for p, _ in given)
             for port in ports:
-                if names.pop(port.name, 0) != 1 and not port.optional:
-                    yield _error("PORT_MISSING", node, f"{kind} {port.name}", "not there once", f"exactly one {kind} {port.name}")
+                count = names.pop(port.name, 0)
+                if count > 1 or (count == 0 and not port.optional):
+                    yield _error("PORT_MISSING", node, f"{kind} {port.name}", f"there {count} times", "there once")
             for name in names:
-                yield _error("PORT_UNKNOWN", node, f"{kind} {name}", "no such port", f"one of {[p.name for p in ports]}")
+                yield _error(
+                    "PORT_UNKNOWN", node, f"{kind} {name}", "no such port", f"one of {[p.name for p in ports]}"
+                )
         for _, uid in (*node.inputs, *node.outputs):
             if uid not in graph.tensors:
                 yield _error("TENSOR_UNKNOWN", node, f"tensor uid {uid}", "not in the graph", "a tensor of this graph")
@@ -86,7 +100,9 @@ def _virtual_is_produced(graph: OpGraph) -> Iterator[GraphError]:
     for uid, tensor in graph.tensors.items():
         produced = uid in graph.producers
         if tensor.is_virtual and not produced:
-            yield _error("VIRTUAL_INPUT", tensor, "virtual tensor", "no node writes it", "a producer, or a buffer of the caller")
+            yield _error(
+                "VIRTUAL_INPUT", tensor, "virtual tensor", "no node writes it", "a producer, or a buffer of the caller"
+            )
         if tensor.is_output and not produced:
             yield _error("OUTPUT_UNPRODUCED", tensor, "output tensor", "no node writes it", "a producer")
         if tensor.is_output and tensor.is_virtual:
@@ -109,21 +125,17 @@ def _tensor_shape(graph: OpGraph) -> Iterator[GraphError]:
         if (tensor.is_output or tensor.is_virtual) and any(
             s == 0 and d != 1 for s, d in zip(tensor.stride, tensor.dim, strict=False)
         ):
-            yield _error("STRIDE_OVERLAP", tensor, "written tensor", f"stride {tensor.stride}", "no stride 0 on an extent over 1")
+            yield _error(
+                "STRIDE_OVERLAP", tensor, "written tensor", f"stride {tensor.stride}", "no stride 0 on an extent over 1"
+            )
 
 
 def _layout_fits(graph: OpGraph) -> Iterator[GraphError]:
     for tensor in graph.tensors.values():
         layout = tensor.glu_layout
-        if layout is not None and (not tensor.dim or not _divides(2 * (layout.width or 1), tensor.dim[-1])):
+        if layout is not None and (not tensor.dim or known_divisor(tensor.dim[-1]) % (2 * (layout.width or 1))):
             yield _error("GLU_COLUMNS", tensor, f"GLU layout {layout}", f"dim {tensor.dim}",
                          f"a last extent in multiples of {2 * (layout.width or 1)}")  # fmt: skip
-
-
-def _divides(step: int, extent: Dim) -> bool:
-    if isinstance(extent, Expression):
-        return all(c % step == 0 for _, c in extent.terms)
-    return extent % step == 0
 
 
 def _discrete_use(graph: OpGraph) -> Iterator[GraphError]:
@@ -140,27 +152,53 @@ def _inference(graph: OpGraph) -> Iterator[GraphError]:
     for node in graph.nodes:
         if node.op not in OPS or any(uid not in graph.tensors for _, uid in (*node.inputs, *node.outputs)):
             continue
+        if any(not port.optional and port.name not in node.input_uids for port in node.spec.inputs):
+            continue  # PORT_MISSING says so
         try:
             inferred = node.spec.infer(
                 {p: InferenceInput.of(t) for p, t in graph.inputs_of(node).items()}, node.spec.complete(node.attribute)
             )
-        except KeyError:
-            continue  # a missing port, which PORT_MISSING reports
         except GraphError as error:
             yield _error(error.code, node, error.asked, error.seen, error.required, error.hint)
             continue
-        for port, tensor in graph.outputs_of(node).items():
+        outputs = graph.outputs_of(node)
+        for port in inferred:
+            if port not in outputs and node.spec.output(port).optional:
+                yield _error(
+                    "PORT_MISSING", node, f"output {port}", "there 0 times", "there once, with these attributes"
+                )
+        for port, tensor in outputs.items():
             if (wanted := inferred.get(port)) is None:
-                yield _error("PORT_ABSENT", node, f"output {port}", "not produced with these attributes", f"one of {list(inferred)}")
+                yield _error(
+                    "PORT_ABSENT",
+                    node,
+                    f"output {port}",
+                    "not produced with these attributes",
+                    f"one of {list(inferred)}",
+                )
             elif tensor.dim != wanted.dim:
                 yield _error("OUTPUT_SHAPE", node, f"output {port} = {tensor.name}", tensor.dim, wanted.dim)
             elif tensor.glu_layout != wanted.glu_layout:
-                yield _error("OUTPUT_GLU_LAYOUT", node, f"output {port} = {tensor.name}", _layout_text(tensor.glu_layout),
-                             _layout_text(wanted.glu_layout), "convert_glu_layout gives another layout")  # fmt: skip
+                yield _error(
+                    "OUTPUT_GLU_LAYOUT",
+                    node,
+                    f"output {port} = {tensor.name}",
+                    _layout_text(tensor.glu_layout),
+                    _layout_text(wanted.glu_layout),
+                    "convert_glu_layout gives another layout",
+                )
             elif tensor.scale_layout != wanted.scale_layout:
-                yield _error("OUTPUT_SCALE_LAYOUT", node, f"output {port} = {tensor.name}", tensor.scale_layout, wanted.scale_layout)
+                yield _error(
+                    "OUTPUT_SCALE_LAYOUT",
+                    node,
+                    f"output {port} = {tensor.name}",
+                    tensor.scale_layout,
+                    wanted.scale_layout,
+                )
             elif wanted.data_type not in (None, tensor.data_type):
-                yield _error("OUTPUT_DATA_TYPE", node, f"output {port} = {tensor.name}", tensor.data_type, wanted.data_type)
+                yield _error(
+                    "OUTPUT_DATA_TYPE", node, f"output {port} = {tensor.name}", tensor.data_type, wanted.data_type
+                )
 
 
 def _layout_text(layout: GluLayout | None) -> str:
@@ -171,12 +209,21 @@ def _data_types(graph: OpGraph) -> Iterator[GraphError]:
     for node in graph.nodes:
         if node.op not in OPS:
             continue
-        for kind, ports, given in (("input", node.spec.inputs, node.inputs), ("output", node.spec.outputs, node.outputs)):
+        for kind, ports, given in (
+            ("input", node.spec.inputs, node.inputs),
+            ("output", node.spec.outputs, node.outputs),
+        ):
             accepted = {p.name: p.data_types for p in ports}
             for port, uid in given:
                 tensor = graph.tensors.get(uid)
                 if tensor is not None and port in accepted and tensor.data_type not in accepted[port]:
-                    yield _error("DATA_TYPE", node, f"{kind} {port} = {tensor.name}", tensor.data_type, f"one of {list(accepted[port])}")
+                    yield _error(
+                        "DATA_TYPE",
+                        node,
+                        f"{kind} {port} = {tensor.name}",
+                        tensor.data_type,
+                        f"one of {list(accepted[port])}",
+                    )
 
 
 MATMUL_OPERANDS = {"grouped_matmul": ("a", "b"), "grouped_matmul_wgrad": ("a", "dy")}
@@ -227,8 +274,14 @@ def _in_place_outputs(graph: OpGraph) -> Iterator[GraphError]:
         for port in node.reads_output:
             tensor = graph.tensors.get(node.output_uids.get(port, -1))
             if tensor is not None and not tensor.is_output:
-                yield _error("ACCUMULATE_VIRTUAL", node, f"output {port}, accumulated in place", "a virtual tensor",
-                             "an output, whose buffer the caller fills first", "call .set_output(True) on it")  # fmt: skip
+                yield _error(
+                    "ACCUMULATE_VIRTUAL",
+                    node,
+                    f"output {port}, accumulated in place",
+                    "a virtual tensor",
+                    "an output, whose buffer the caller fills first",
+                    "call .set_output(True) on it",
+                )
 
 
 RULES: tuple[VerifierRule, ...] = (
@@ -238,7 +291,9 @@ RULES: tuple[VerifierRule, ...] = (
     VerifierRule("WRITERS", "each tensor has one writer; a compile-time scalar has none", _single_writer),
     VerifierRule("CYCLE", "nodes form no cycle", _acyclic),
     VerifierRule("VIRTUAL_INPUT", "a virtual or output tensor has a producer, and is not both", _virtual_is_produced),
-    VerifierRule("STRIDE", "dims, strides and alignment make sense; written tensors do not overlap themselves", _tensor_shape),
+    VerifierRule(
+        "STRIDE", "dims, strides and alignment make sense; written tensors do not overlap themselves", _tensor_shape
+    ),
     VerifierRule("GLU_COLUMNS", "a GLU layout fits the columns it describes", _layout_fits),
     VerifierRule("DISCRETE", "discrete weights feed b of grouped_matmul only", _discrete_use),
     VerifierRule("OUTPUT_SHAPE", "shapes and layouts are those that inference gives", _inference),
@@ -247,7 +302,9 @@ RULES: tuple[VerifierRule, ...] = (
     VerifierRule("DATA_TYPE_DOUBLE", "no tensor is DOUBLE: arithmetic is float32", _no_double_inputs),
     VerifierRule("SYMBOL_CLASH", "a symbol is declared one way", _symbols_agree),
     VerifierRule("MULTIPLE_OF", "only integer graph inputs promise what their values divide by", _value_promises),
-    VerifierRule("ACCUMULATE_VIRTUAL", "an output that is accumulated into is an output of the graph", _in_place_outputs),
+    VerifierRule(
+        "ACCUMULATE_VIRTUAL", "an output that is accumulated into is an output of the graph", _in_place_outputs
+    ),
 )
 
 

@@ -85,7 +85,8 @@ def _check_prob(inputs: Mapping[str, InferenceInput], rows: Dim, asked: str) -> 
 
 def _glu(inputs: Mapping[str, InferenceInput], attributes: Mapping[str, Any]) -> dict[str, Inferred]:
     x = inputs["x"]
-    half = _half(x.dim[-1], _layout(x, "glu x"), "glu x")
+    layout = _layout(x, "glu x")
+    half = _half(x.dim[1], layout, "glu x")
     _check_parameters(attributes)
     _check_prob(inputs, x.dim[0], "glu")
     return {"y": Inferred((x.dim[0], half))}
@@ -96,7 +97,9 @@ def _glu_backward(inputs: Mapping[str, InferenceInput], attributes: Mapping[str,
     require_rank(dy, 2, "glu_backward dy")
     layout = _layout(x, "glu_backward x")
     half = _half(x.dim[1], layout, "glu_backward x")
-    require(dy.dim == (x.dim[0], half), "SHAPE", f"glu_backward dy = {dy.name}", dy.dim, f"({x.dim[0]}, {half}), half of x")
+    require(
+        dy.dim == (x.dim[0], half), "SHAPE", f"glu_backward dy = {dy.name}", dy.dim, f"({x.dim[0]}, {half}), half of x"
+    )
     _check_parameters(attributes)
     _check_prob(inputs, x.dim[0], "glu_backward")
     if beta := inputs.get("beta"):
@@ -117,6 +120,7 @@ def _convert(inputs: Mapping[str, InferenceInput], attributes: Mapping[str, Any]
     require(x.glu_layout is not None, "GLU_LAYOUT_MISSING", f"convert_glu_layout x = {x.name}", "no GLU layout",
             "a tensor that says its present layout")  # fmt: skip
     assert x.glu_layout is not None
+    require(len(x.dim) > 0, "RANK", f"convert_glu_layout x = {x.name}", f"dim {x.dim}", "rank 1 or more")
     for layout in (x.glu_layout, to := GluLayout.parse(attributes["to"])):
         _half(x.dim[-1], layout, "convert_glu_layout x")
     return {"y": Inferred(x.dim, glu_layout=to)}
@@ -124,7 +128,8 @@ def _convert(inputs: Mapping[str, InferenceInput], attributes: Mapping[str, Any]
 
 def _split(inputs: Mapping[str, InferenceInput], attributes: Mapping[str, Any]) -> dict[str, Inferred]:
     x = inputs["x"]
-    half = _half(x.dim[-1], _layout(x, "split_glu x"), "split_glu x")
+    layout = _layout(x, "split_glu x")
+    half = _half(x.dim[1], layout, "split_glu x")
     return {"gate": Inferred((x.dim[0], half)), "up": Inferred((x.dim[0], half))}
 
 
@@ -170,7 +175,9 @@ GLU_BACKWARD = OpSpec(
         Port("x", "(M, 2I) saved pre-activation with a GLU layout"),
         _PROB,
         Port("beta", "(L,) scale of x per expert", (DataType.FLOAT,), optional=True),
-        Port("offsets", "(L,) end offsets, given exactly when beta is", (DataType.INT32, DataType.INT64), optional=True),
+        Port(
+            "offsets", "(L,) end offsets, given exactly when beta is", (DataType.INT32, DataType.INT64), optional=True
+        ),
     ),
     outputs=(
         Port("dx", "(M, 2I), the layout of x"),

@@ -38,8 +38,16 @@ def _pointwise(asked: str, boolean: bool) -> Infer:
     return infer
 
 
-def _op(name: str, ports: tuple[str, ...], formula: str, *, commutative: bool = False, boolean: bool = False,
-        attributes: tuple[Attribute, ...] = (), types: Mapping[str, tuple[DataType, ...]] | None = None) -> OpSpec:  # fmt: skip
+def _op(
+    name: str,
+    ports: tuple[str, ...],
+    formula: str,
+    *,
+    commutative: bool = False,
+    boolean: bool = False,
+    attributes: tuple[Attribute, ...] = (),
+    types: Mapping[str, tuple[DataType, ...]] | None = None,
+) -> OpSpec:
     types = types or {}
     output = Port("y", "broadcast shape", (DataType.BOOLEAN,) if boolean else FLOATING_TYPES)
     return OpSpec(
@@ -65,7 +73,9 @@ def _reduction(inputs: Mapping[str, InferenceInput], attributes: Mapping[str, An
     return {"y": Inferred(tuple(d for i, d in enumerate(x.dim) if i not in axes))}
 
 
-_SWISH_BETA = Attribute("swish_beta", 1.0, "scale inside the sigmoid", lambda v: isinstance(v, (int, float)), "a number")
+_SWISH_BETA = Attribute(
+    "swish_beta", 1.0, "scale inside the sigmoid", lambda v: isinstance(v, (int, float)), "a number"
+)
 _APPROXIMATE = Attribute("approximate", "none", "none: erf; tanh: the tanh form", *one_of("none", "tanh"))
 
 POINTWISE = (
