@@ -40,7 +40,10 @@ def _grouped_matmul(inputs: Mapping[str, InferenceInput], attributes: Mapping[st
         require(alpha.dim == (experts,), "SHAPE", "grouped_matmul alpha", alpha.dim, f"({experts},), one per expert")
     if bias := inputs.get("bias"):
         require(bias.dim == (experts, n), "SHAPE", "grouped_matmul bias", bias.dim, f"({experts}, {n})")
-    return {"y": Inferred((a.dim[0], n))}
+    layouts = {t.glu_layout for t in (b, bias) if t is not None and t.glu_layout is not None}
+    require(len(layouts) <= 1, "GLU_LAYOUT", "grouped_matmul b, bias", sorted(map(str, layouts)),
+            "columns in one GLU layout", "convert_glu_layout brings one to the other")  # fmt: skip
+    return {"y": Inferred((a.dim[0], n), glu_layout=next(iter(layouts), None))}
 
 
 def _grouped_matmul_wgrad(inputs: Mapping[str, InferenceInput], attributes: Mapping[str, Any]) -> dict[str, Inferred]:
@@ -49,7 +52,7 @@ def _grouped_matmul_wgrad(inputs: Mapping[str, InferenceInput], attributes: Mapp
     require_rank(dy, 2, "grouped_matmul_wgrad dy")
     require_offsets(offsets, "grouped_matmul_wgrad")
     require_equal(dy.dim[0], a.dim[0], f"grouped_matmul_wgrad dy = {dy.name}", "rows M, as a's,")
-    return {"dw": Inferred((offsets.dim[0], a.dim[1], dy.dim[1]))}
+    return {"dw": Inferred((offsets.dim[0], a.dim[1], dy.dim[1]), glu_layout=dy.glu_layout)}
 
 
 GROUPED_MATMUL = OpSpec(
@@ -58,7 +61,7 @@ GROUPED_MATMUL = OpSpec(
     formula="y[m,n] = alpha[g]**alpha_exponent * sum_k a[m,k] b[g,k,n] + bias[g,n]; rows outside every group are zero",
     inputs=(
         Port("a", "(M, K) rows, grouped by expert", MATMUL_TYPES),
-        Port("b", "(L, K, N) weights, any strides, dense or discrete", MATMUL_TYPES),
+        Port("b", "(L, K, N) weights, any strides, dense or discrete; y's columns have their GLU layout", MATMUL_TYPES),
         Port("offsets", OFFSETS_DOC, INDEX_TYPES),
         Port("alpha", "(L,) scale of each expert's product", (DataType.FLOAT,), optional=True),
         Port("bias", "(L, N) added to each row of its expert", FLOATING_TYPES, optional=True),
@@ -77,7 +80,7 @@ GROUPED_MATMUL_WGRAD = OpSpec(
         Port("dy", "(M, N)", MATMUL_TYPES),
         Port("offsets", OFFSETS_DOC, INDEX_TYPES),
     ),
-    outputs=(Port("dw", "(L, K, N)"),),
+    outputs=(Port("dw", "(L, K, N), the GLU layout of dy"),),
     attributes=(Attribute("accumulate", False, "add to what the output buffer holds", *BOOLEAN),),
     infer=_grouped_matmul_wgrad,
     reads_output=lambda attributes: ("dw",) if attributes["accumulate"] else (),
