@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .arch import Arch, ArchRange
 from .condition import Condition, Reason, failures
+from .cudnn import support as cudnn_support
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ class FusedKernel(Protocol):
     def workspace_bytes(self, bindings: Mapping[str, int]) -> int:
         """Bytes of scratch that one run needs, for the given symbol values."""
 
-    def run(self, buffers: Mapping[str, torch.Tensor], workspace: torch.Tensor | None, bindings: Mapping[str, int]) -> None:
+    def run(
+        self, buffers: Mapping[str, torch.Tensor], workspace: torch.Tensor | None, bindings: Mapping[str, int]
+    ) -> None:
         """Launches on torch's current stream. `buffers` has one per role; outputs are written in place."""
 
 
@@ -59,7 +62,20 @@ class KernelEntry:
         return kernel
 
 
-KERNELS: tuple[KernelEntry, ...] = ()
+KERNELS: tuple[KernelEntry, ...] = (
+    KernelEntry(
+        id="cudnn.grouped_gemm_dglu.bf16",
+        rule="grouped_gemm_dglu",
+        doc="cudnn-frontend's BF16 grouped GEMM + dGLU: dense or discrete weights, swiglu or geglu, dprob, dbias",
+        arches=cudnn_support.ARCHES,
+        conditions=cudnn_support.BF16_DGLU,
+        module=f"{__package__}.cudnn.grouped_dglu",
+        evidence="compiled",
+        requires_packages=("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "cuda-python"),
+        deterministic=False,
+        launches=cudnn_support.launches,
+    ),
+)
 """Every fused kernel that exists, in order of preference among equals."""
 
 
