@@ -517,6 +517,11 @@ class GraphBuilder:
         self._require_open(op)
         location = caller_location()
         present = {port: self._operand(op, port, value) for port, value in inputs.items() if value is not None}
+        for port in OPS[op].inputs:
+            if port.name not in present and not port.optional:
+                raise GraphError(
+                    "PORT_MISSING", asked=f"{op} {port.name}", seen="nothing", required=port.doc, where=location
+                )
         try:
             pending = _PendingNode(op, name or f"{op}.{self._count(op)}", present, OPS[op].complete(attributes))
             self._infer(pending)
