@@ -36,9 +36,11 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, attributes: Mapping[str, Any]) 
 def geglu(gate: torch.Tensor, up: torch.Tensor, attributes: Mapping[str, Any]) -> Factors:
     """G = y1*sigmoid(alpha*y1), U = y2 + offset; y1 = min(gate, clamp_max), y2 = clamp(up, clamp_min, clamp_max).
 
-    Slopes are masked on the raw values, equality kept: a gate of exactly clamp_max still has its gradient.
+    Slopes are masked on the raw values, equality kept: a gate of exactly clamp_max still has its gradient. Bounds are
+    float32 numbers, as all that arithmetic sees, or equality would depend on how a bound is written.
     """
-    low, high, alpha = attributes["clamp_min"], attributes["clamp_max"], attributes["geglu_alpha"]
+    low, high = (float(torch.tensor(attributes[bound], dtype=torch.float32)) for bound in ("clamp_min", "clamp_max"))
+    alpha = attributes["geglu_alpha"]
     y1 = torch.minimum(gate, torch.full_like(gate, high))
     y2 = torch.minimum(torch.maximum(up, torch.full_like(up, low)), torch.full_like(up, high))
     s = torch.sigmoid(alpha * y1)

@@ -1,0 +1,54 @@
+"""The unfused implementation of every node, on the CPU and on CUDA, with torch and cuBLAS.
+
+Arithmetic is float32 with one rounding into the output's data type; results repeat bit for bit on the same device.
+Nothing reads a device tensor on the host, except what `not_capturable` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...graph_ops.ir.tensor import TensorSpec
+from . import glu, groups, matmul, pointwise, quantize
+from .matmul import grouped_mm_obstacles, serves_grouped_mm
+
+if TYPE_CHECKING:
+    from ..arch import Arch
+
+Run = Callable[[Mapping[str, Any], Mapping[str, torch.Tensor], Mapping[str, Any], Mapping[str, TensorSpec]], None]
+
+RUN: dict[str, Run] = {
+    name: function for family in (matmul, glu, groups, quantize, pointwise) for name, function in family.RUN.items()
+}
+"""The implementation of every op by name."""
+
+
+def run(
+    op: str,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
+    attributes: Mapping[str, Any],
+    specs: Mapping[str, TensorSpec],
+) -> None:
+    """Runs `op` on torch's current stream, into `outputs`: every element of them is written.
+
+    `inputs`: port -> tensor; a number for a compile-time scalar; for discrete weights a sequence of L (K, N) tensors
+    or an int64 tensor of their addresses. `outputs`: port -> preallocated tensor of any strides. FP4 codes are uint8
+    (M, N/2), scales float8_e8m0fnu or float8_e4m3fn. Rows outside every group and padding become zero. Raises
+    VariantPackError for offsets in host memory that decrease or pass M; offsets on a GPU are not checked.
+    """
+    with torch.no_grad():
+        RUN[op](inputs, outputs, attributes, specs)
+
+
+def not_capturable(op: str, attributes: Mapping[str, Any], specs: Mapping[str, TensorSpec], arch: Arch) -> str:
+    """Why the node cannot run inside CUDA graph capture on `arch`; "" where it can (or where there is no CUDA)."""
+    if arch.is_cuda and op == "grouped_matmul" and specs["b"].discrete:
+        return "discrete weights may come as an array of addresses, which is read on the host"
+    return ""
+
+
+__all__ = ["RUN", "grouped_mm_obstacles", "not_capturable", "run", "serves_grouped_mm"]
