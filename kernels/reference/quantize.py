@@ -11,7 +11,8 @@ subnormals kept, so that implementations can agree in every byte:
 x enters as float32, which every type that a graph's tensor can have converts to exactly. Only the magnitude of
 norm_const reaches the scale, which has no sign. An all-zero block stores the smallest scale (E8M0: 2**-127, E4M3: 0)
 and zero codes. A NaN in a block makes its scale and all of its codes NaN (E2M1 has none: its largest value stands
-there, under a NaN scale). Infinity gives the largest scale. A value over a scale that is zero saturates.
+there, under a NaN scale). Infinity gives the largest scale. Over a scale that is zero, zero stays zero and any other
+value saturates.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def quantize_blocks(
     dtype_max = torch.tensor(CODE_FORMATS[codes].largest, dtype=torch.float32, device=x.device)
     scales = encode_scale((amax * norm.abs()) / dtype_max, scale)
     divisor = decode_scale(scales, scale).to(torch.float32)[:, :, None]
-    scaled = (block * norm) / divisor
-    scaled = torch.where((block == 0) & (divisor == 0), block, scaled)
-    return encode(scaled, codes).view(rows, -1)[:, :columns], scales
+    block = block * norm
+    scaled = torch.where((block == 0) & (divisor == 0), block, block / divisor)
+    return encode(scaled, codes).view(rows, blocks * block_size)[:, :columns], scales
 
 
 def block_scale_quantize(inputs: Values, attributes: Mapping[str, Any], specs: Specs) -> dict[str, torch.Tensor]:
