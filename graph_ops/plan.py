@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from ..fusion_rules.verdict import FusedMatch, FusionReport, Verdict
 from ..kernels.condition import Reason
 from ..kernels.cost import Estimate
+from ..kernels.problem import ROLES
 from .ir.graph import OpGraph
+from .workspace import WorkspaceLayout
+
+UNFUSED = "unfused"
 
 
 @dataclass(frozen=True)
@@ -32,13 +38,28 @@ class Step:
     def is_fused(self) -> bool:
         return self.rule is not None
 
+    @cached_property
+    def writes(self) -> tuple[int, ...]:
+        """The uids of the tensors that the step writes."""
+        if self.rule is None:
+            return tuple(uid for name, uid in self.buffers.items() if name.startswith("out."))
+        written = {role.name for role in ROLES[self.rule] if role.is_output}
+        return tuple(uid for name, uid in self.buffers.items() if name in written)
+
+    @cached_property
+    def reads(self) -> tuple[int, ...]:
+        """The uids of the tensors that the step reads, each once."""
+        written = set(self.writes)
+        return tuple(dict.fromkeys(uid for uid in self.buffers.values() if uid not in written))
+
 
 @dataclass(frozen=True)
 class Plan:
     """Ordered steps for one graph and arch.
 
     `graph` is the graph that the steps' node indices refer to (raised, unless unfused). Workspace bytes are stated at
-    `bindings`: the nominal values of symbols used for estimates.
+    `bindings`, the nominal values of symbols used for estimates, and hold the virtual tensors: what a fused kernel
+    needs as scratch is known once it is built. `workspace` is the same over the symbols.
     """
 
     graph: OpGraph
@@ -51,6 +72,13 @@ class Plan:
     workspace_bytes: int
     unfused_estimate: Estimate
     unfused_workspace_bytes: int
+    workspace: WorkspaceLayout = field(default_factory=WorkspaceLayout)
+
+    @cached_property
+    def name(self) -> str:
+        """`unfused`, or the kernels that are fused with how often each: stable over runs, used to select a plan."""
+        kernels = Counter(s.kernel for s in self.fused_steps)
+        return "+".join(k if n == 1 else f"{k}*{n}" for k, n in sorted(kernels.items())) or UNFUSED
 
     @property
     def fused_steps(self) -> tuple[Step, ...]:
@@ -71,4 +99,4 @@ class Plan:
         return tuple(v for v in self.report.verdicts if node == v.anchor or node in v.nodes)
 
 
-__all__ = ["Estimate", "Plan", "Step"]
+__all__ = ["UNFUSED", "Estimate", "Plan", "Step"]

@@ -7,16 +7,14 @@ Nothing reads a device tensor on the host, except what `not_capturable` names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...graph_ops.ir.tensor import TensorSpec
+from ..capture import not_capturable
 from . import glu, groups, matmul, pointwise, quantize
 from .matmul import grouped_mm_obstacles, serves_grouped_mm
-
-if TYPE_CHECKING:
-    from ..arch import Arch
 
 Run = Callable[[Mapping[str, Any], Mapping[str, torch.Tensor], Mapping[str, Any], Mapping[str, TensorSpec]], None]
 
@@ -42,13 +40,6 @@ def run(
     """
     with torch.no_grad():
         RUN[op](inputs, outputs, attributes, specs)
-
-
-def not_capturable(op: str, attributes: Mapping[str, Any], specs: Mapping[str, TensorSpec], arch: Arch) -> str:
-    """Why the node cannot run inside CUDA graph capture on `arch`; "" where it can (or where there is no CUDA)."""
-    if arch.is_cuda and op == "grouped_matmul" and specs["b"].discrete:
-        return "discrete weights may come as an array of addresses, which is read on the host"
-    return ""
 
 
 __all__ = ["RUN", "grouped_mm_obstacles", "not_capturable", "run", "serves_grouped_mm"]

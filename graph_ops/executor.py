@@ -1,0 +1,289 @@
+"""Runs a Plan: fused kernels and torch ops over the caller's buffers and workspace, in the plan's order.
+
+`compile_plan` does once what does not depend on the buffers: it builds the fused kernels and turns steps into a flat
+list. `Executable.run` then only makes views of the workspace and calls. It allocates nothing itself (torch's own ops
+may), synchronises nothing, and keeps no buffer, view or pointer after it returns, so threads may share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..kernels import torch_ops
+from ..kernels.problem import ROLES
+from ..kernels.registry import KERNELS, FusedKernel, KernelEntry
+from .buffers import WORKSPACE_ALIGNMENT, Bound, storage_shape, storage_stride, torch_dtype
+from .ir.dims import evaluate
+from .ir.errors import GraphNotSupportedError, StateError
+from .ir.tensor import TensorSpec
+from .plan import Plan, Step
+from .workspace import aligned
+
+DECLINES = (NotImplementedError, ImportError, GraphNotSupportedError)
+"""What a kernel may raise while it is built to say that it does not serve here; anything else propagates."""
+
+ROWS_ROLE = {rule: next(r.name for r in roles if r.name in ("a", "x")) for rule, roles in ROLES.items()}
+"""The role whose rows a fused kernel walks; with no row there is nothing to launch."""
+
+ROLES_WITHOUT_ROWS = ("dw", "dbias", "amax")
+"""Outputs that have one slice an expert and no rows, so that a fused kernel writes every element of them."""
+
+GROUPED_READS = {
+    ("grouped_matmul", "a"),
+    ("grouped_matmul_wgrad", "a"),
+    ("grouped_matmul_wgrad", "dy"),
+    ("group_sum", "x"),
+    ("group_amax", "x"),
+}
+"""Inputs of which an op reads the rows of the groups that its `offsets` give, and no other."""
+
+
+class KernelDeclined(Exception):
+    """A kernel that the plan chose does not build on this machine; `__cause__` says why."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__(kernel)
+        self.kernel = kernel
+
+
+@dataclass(frozen=True)
+class UnfusedStep:
+    """One node run by torch: ports to uids, compile-time scalars by value, and all else that `torch_ops.run` wants."""
+
+    op: str
+    inputs: tuple[tuple[str, int], ...]
+    scalars: Mapping[str, float]
+    outputs: tuple[tuple[str, int], ...]
+    attributes: Mapping[str, Any]
+    specs: Mapping[str, TensorSpec]
+
+    def run(self, buffers: Mapping[int, Any], scratch: torch.Tensor | None, bindings: Mapping[str, int]) -> None:
+        inputs: dict[str, Any] = {port: buffers[uid] for port, uid in self.inputs}
+        inputs.update(self.scalars)
+        outputs = {port: buffers[uid] for port, uid in self.outputs}
+        torch_ops.run(self.op, inputs, outputs, self.attributes, self.specs)
+
+
+@dataclass(frozen=True)
+class FusedStep:
+    """One launch of a fused kernel.
+
+    `zeroed` are outputs that must be zero before the launch, because a later step reads rows outside the groups, which
+    a fused kernel need not write; `rows` is the uid of the tensor whose rows the kernel walks.
+    """
+
+    kernel: FusedKernel
+    roles: tuple[tuple[str, int], ...]
+    outputs: tuple[int, ...]
+    zeroed: tuple[int, ...]
+    rows: TensorSpec
+    accumulates: bool
+
+    def run(self, buffers: Mapping[int, Any], scratch: torch.Tensor | None, bindings: Mapping[str, int]) -> None:
+        if evaluate(self.rows.dim[0], bindings) == 0:
+            if not self.accumulates:
+                for uid in self.outputs:
+                    zero(buffers[uid])
+            return
+        for uid in self.zeroed:
+            zero(buffers[uid])
+        self.kernel.run({role: buffers[uid] for role, uid in self.roles}, scratch, bindings)
+
+
+RunnableStep = UnfusedStep | FusedStep
+
+
+def zero(buffer: torch.Tensor) -> None:
+    """Zero bytes: also for types without arithmetic, and for scales, whose zero byte is not the value zero."""
+    if buffer.element_size() == 1:
+        buffer.view(torch.uint8).zero_()
+    else:
+        buffer.zero_()
+
+
+def stored_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from the first to the last element, gaps included."""
+    return 0 if 0 in shape else (sum((d - 1) * s for d, s in zip(shape, stride, strict=True)) + 1) * dtype.itemsize
+
+
+def allocate(spec: TensorSpec, bindings: Mapping[str, int], device: torch.device, *, zeroed: bool) -> torch.Tensor:
+    """A buffer of `spec`'s shape, strides, data type and alignment."""
+    shape, stride = storage_shape(spec, bindings), storage_stride(spec, bindings)
+    dtype = torch_dtype(spec.data_type)
+    size = stored_bytes(shape, stride, dtype)
+    spare = spec.alignment if spec.alignment > WORKSPACE_ALIGNMENT[device.type] else 0
+    make: Callable[..., torch.Tensor] = torch.zeros if zeroed else torch.empty
+    memory = make(size + spare, dtype=torch.uint8, device=device)
+    shift = -memory.data_ptr() % spec.alignment if spare else 0
+    return memory[shift : shift + size].view(dtype).as_strided(shape, stride)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where all lies in a workspace at some symbol values: `views` has uid, first byte, end, type, shape, stride."""
+
+    views: tuple[tuple[int, int, int, torch.dtype, tuple[int, ...], tuple[int, ...]], ...]
+    scratch: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.scratch[1]
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A plan built for a device.
+
+    Its only state is a bounded cache of placements by symbol values: numbers, never buffers.
+    """
+
+    CACHE_LIMIT = 256
+
+    plan: Plan
+    device: torch.device
+    steps: tuple[RunnableStep, ...]
+    virtual: tuple[TensorSpec, ...]
+    fused_outputs: frozenset[int]
+    symbols: tuple[str, ...]
+    not_capturable: tuple[str, ...]
+    _placements: dict[tuple[int, ...], Placement] = field(default_factory=dict, compare=False, repr=False)
+
+    def workspace_bytes(self, bindings: Mapping[str, int]) -> int:
+        """Bytes of workspace for these symbol values: virtual tensors, then the largest scratch of a fused kernel."""
+        return self.placement(bindings).nbytes
+
+    def allocate_output(self, spec: TensorSpec, bindings: Mapping[str, int]) -> torch.Tensor:
+        """A buffer for a graph output; zeroed where a fused kernel may leave out rows outside the groups."""
+        return allocate(spec, bindings, self.device, zeroed=spec.uid in self.fused_outputs)
+
+    def run(self, bound: Bound, workspace: torch.Tensor | None) -> None:
+        """Runs every step on torch's current stream. `bound` and `workspace` have passed every check.
+
+        Raises StateError("NOT_CAPTURABLE") before anything is launched, where a CUDA graph is being captured and a step
+        cannot be part of one.
+        """
+        with torch.no_grad(), self._current_device():
+            if self.not_capturable and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise StateError(
+                    "NOT_CAPTURABLE",
+                    asked=f"execute of graph {self.plan.graph.name} in CUDA graph capture",
+                    seen="; ".join(self.not_capturable),
+                    required="steps that run without the host",
+                    hint="explain() lists them; run outside capture",
+                )
+            buffers: dict[int, Any] = dict(bound.buffers)
+            placement = self.placement(bound.bindings)
+            scratch = None
+            if workspace is not None and placement.nbytes:
+                memory = workspace.view(-1).view(torch.uint8)
+                for uid, start, end, dtype, shape, stride in placement.views:
+                    buffers[uid] = memory[start:end].view(dtype).as_strided(shape, stride)
+                first, last = placement.scratch
+                scratch = memory[first:last] if last > first else None
+            for step in self.steps:
+                step.run(buffers, scratch, bound.bindings)
+
+    def placement(self, bindings: Mapping[str, int]) -> Placement:
+        """The layout of the workspace at these symbol values."""
+        key = tuple(bindings[name] for name in self.symbols)
+        placement = self._placements.get(key)
+        if placement is None:
+            placement = self._place(bindings)
+            if len(self._placements) >= self.CACHE_LIMIT:
+                self._placements.clear()
+            self._placements[key] = placement
+        return placement
+
+    def _place(self, bindings: Mapping[str, int]) -> Placement:
+        offsets = self.plan.workspace.offsets(bindings)
+        views = []
+        for spec in self.virtual:
+            shape, stride = storage_shape(spec, bindings), storage_stride(spec, bindings)
+            dtype = torch_dtype(spec.data_type)
+            start = offsets[spec.uid]
+            views.append((spec.uid, start, start + stored_bytes(shape, stride, dtype), dtype, shape, stride))
+        first = self.plan.workspace.nbytes(bindings)
+        needs = [aligned(s.kernel.workspace_bytes(bindings)) for s in self.steps if isinstance(s, FusedStep)]
+        return Placement(tuple(views), (first, first + max(needs, default=0)))
+
+    def _current_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def compile_plan(plan: Plan, device: torch.device, *, kernels: Sequence[KernelEntry] = KERNELS) -> Executable:
+    """Builds the fused kernels of a plan and its list of steps. Raises KernelDeclined where a kernel does not build."""
+    entries = {k.id: k for k in kernels}
+    steps = tuple(_compile_step(plan, step, device, entries) for step in plan.steps)
+    virtual = {
+        uid: plan.graph.tensors[uid] for step in plan.steps for uid in step.writes if plan.graph.tensors[uid].is_virtual
+    }
+    return Executable(
+        plan=plan,
+        device=device,
+        steps=steps,
+        virtual=tuple(virtual.values()),
+        fused_outputs=frozenset(uid for step in plan.fused_steps for uid in _outputs_with_rows(step)),
+        symbols=tuple(s.name for s in plan.graph.symbols),
+        not_capturable=tuple(f"{s.kernel}: {s.capture_reason}" for s in plan.steps if not s.capturable),
+    )
+
+
+def _compile_step(plan: Plan, step: Step, device: torch.device, entries: Mapping[str, KernelEntry]) -> RunnableStep:
+    graph = plan.graph
+    if step.match is None:
+        node = graph.nodes[step.nodes[0]]
+        inputs = graph.inputs_of(node)
+        return UnfusedStep(
+            op=node.op,
+            inputs=tuple((p, uid) for p, uid in node.inputs if not inputs[p].is_constant),
+            scalars={p: t.value for p, t in inputs.items() if t.value is not None},
+            outputs=node.outputs,
+            attributes=node.spec.complete(node.attribute),
+            specs={**inputs, **graph.outputs_of(node)},
+        )
+    problem = step.match.problem
+    try:
+        kernel = entries[step.kernel].build(problem, device)
+    except DECLINES as error:
+        raise KernelDeclined(step.kernel) from error
+    offsets = step.buffers.get("offsets")
+    return FusedStep(
+        kernel=kernel,
+        roles=tuple(step.buffers.items()),
+        outputs=step.writes,
+        zeroed=tuple(
+            uid for uid in _outputs_with_rows(step)
+            if graph.tensors[uid].is_virtual and not _read_within_groups(plan, uid, offsets)
+        ),
+        rows=problem[ROWS_ROLE[problem.rule]],
+        accumulates=bool(problem.attributes.get("accumulate")),
+    )  # fmt: skip
+
+
+def _outputs_with_rows(step: Step) -> tuple[int, ...]:
+    written = set(step.writes)
+    return tuple(u for role, u in step.buffers.items() if u in written and role not in ROLES_WITHOUT_ROWS)
+
+
+def _read_within_groups(plan: Plan, uid: int, offsets: int | None) -> bool:
+    """Whether every reader of a fused kernel's output looks only at the rows inside the groups of the same offsets."""
+    for step in plan.steps:
+        if uid not in step.reads:
+            continue
+        if step.buffers.get("offsets" if step.is_fused else "in.offsets") != offsets or offsets is None:
+            return False
+        names = [name for name, held in step.buffers.items() if held == uid]
+        if step.is_fused:
+            if any(name not in ("a", "dy", "c", "prob") for name in names):
+                return False
+        elif any((step.kernel.removeprefix("torch."), name.removeprefix("in.")) not in GROUPED_READS for name in names):
+            return False
+    return True
+
+
+__all__ = ["Executable", "KernelDeclined", "allocate", "compile_plan", "zero"]
