@@ -14,7 +14,7 @@ from opfuse.graph_ops.ir import verify as verify_function
 from opfuse.graph_ops.ir.graph import Node, OpGraph
 
 verify_module = inspect.getmodule(verify_function)
-CASES = {}
+CASES: dict[str, list] = {}
 
 
 def case(code):
@@ -165,6 +165,16 @@ def _(graph):  # three axes, but not as b of grouped_matmul
     g = GraphBuilder()
     w = g.tensor("w", dim=(4, 8, 8), discrete=True)
     g.relu(w).set_output(True)
+    return g.operation_graph()
+
+
+@case("PACKING")
+def _(graph):  # FP4 weights of which a column ends in the middle of a byte
+    g = GraphBuilder()
+    layout = ScaleLayout(16, axis=0)
+    w = g.tensor("w", dim=(2, 33, 32), stride=(1056, 1, 33), data_type=DataType.FP4_E2M1)
+    sf = g.tensor("sf", dim=(2, *layout.storage((33, 32))), data_type=DataType.FP8_E4M3, scale_layout=layout)
+    g.block_scale_dequantize(w, sf).set_output(True)
     return g.operation_graph()
 
 
