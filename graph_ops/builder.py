@@ -332,7 +332,10 @@ class GraphBuilder:
 
     def block_scale_dequantize(self, x: Tensor, scale: Tensor, *, norm_const: Tensor | None = None,
                                name: str | None = None) -> Tensor:  # fmt: skip
-        """Codes (M, N) and their scales -> values (M, N)."""
+        """Codes (M, N) and their scales -> values (M, N); weights (L, K, N) matrix by matrix, with scales (L, ...).
+
+        Weights may be discrete, and then their scales are as well. FP4 weights pack along their contiguous axis.
+        """
         return self._one("block_scale_dequantize", name, dict(x=x, scale=scale, norm_const=norm_const))
 
     # ------------------------------------------------------------------ pointwise and reduction, cuDNN's spelling

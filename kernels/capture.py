@@ -11,6 +11,6 @@ from .arch import Arch
 
 def not_capturable(op: str, attributes: Mapping[str, Any], specs: Mapping[str, TensorSpec], arch: Arch) -> str:
     """Why the node cannot run inside CUDA graph capture on `arch`; "" where it can (or where there is no CUDA)."""
-    if arch.is_cuda and op == "grouped_matmul" and specs["b"].discrete:
+    if arch.is_cuda and any(spec.discrete for spec in specs.values()):
         return "discrete weights may come as an array of addresses, which is read on the host"
     return ""

@@ -49,6 +49,12 @@ class TensorSpec:
         return self.value is not None
 
     @property
+    def packed_axis(self) -> int:
+        """The axis along which packed elements (FP4) share a stored one: the last, except that weights (L, K, N) pack
+        along the axis that is contiguous, so K-major ones along K."""
+        return 1 if self.rank == 3 and self.stride[1] == 1 and self.stride[2] != 1 else self.rank - 1
+
+    @property
     def is_contiguous(self) -> bool:
         return self.stride == contiguous_stride(self.dim)
 

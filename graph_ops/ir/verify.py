@@ -120,6 +120,8 @@ def _tensor_shape(graph: OpGraph) -> Iterator[GraphError]:
             yield _error("STRIDE", tensor, "stride", tensor.stride, "strides >= 0")
         if tensor.alignment < 1 or tensor.alignment & (tensor.alignment - 1):
             yield _error("ALIGNMENT", tensor, "alignment", tensor.alignment, "a power of two, in bytes")
+        if tensor.data_type.info.packed > 1 and tensor.rank == 3 and len(tensor.stride) == 3:
+            yield from _packed_weights(tensor)
         if tensor.discrete and tensor.rank != 3:
             yield _error("DISCRETE", tensor, "discrete weights", f"dim {tensor.dim}", "(L, K, N)")
         if (tensor.is_output or tensor.is_virtual) and any(
@@ -130,6 +132,18 @@ def _tensor_shape(graph: OpGraph) -> Iterator[GraphError]:
             )
 
 
+def _packed_weights(tensor: TensorSpec) -> Iterator[GraphError]:
+    packed, axis = tensor.data_type.info.packed, tensor.packed_axis
+    apart = (*tensor.stride[:axis], *tensor.stride[axis + 1 :])
+    if (
+        tensor.stride[axis] != 1
+        or known_divisor(tensor.dim[axis]) % packed
+        or any(known_divisor(s) % packed for s in apart)
+    ):
+        yield _error("PACKING", tensor, f"dim {tensor.dim}", f"stride {tensor.stride}",
+                     f"an axis of stride 1; its extent and every other stride multiples of {packed}")  # fmt: skip
+
+
 def _layout_fits(graph: OpGraph) -> Iterator[GraphError]:
     for tensor in graph.tensors.values():
         layout = tensor.glu_layout
@@ -138,14 +152,17 @@ def _layout_fits(graph: OpGraph) -> Iterator[GraphError]:
                          f"a last extent in multiples of {2 * (layout.width or 1)}")  # fmt: skip
 
 
+DISCRETE_PORTS = {("grouped_matmul", "b"), ("block_scale_dequantize", "x"), ("block_scale_dequantize", "scale")}
+
+
 def _discrete_use(graph: OpGraph) -> Iterator[GraphError]:
     for uid, tensor in graph.tensors.items():
         if not tensor.discrete:
             continue
         for use in graph.uses[uid]:
-            if (use.node.op, use.port) != ("grouped_matmul", "b"):
+            if (use.node.op, use.port) not in DISCRETE_PORTS:
                 yield _error("DISCRETE", use.node, f"input {use.port} = {tensor.name}", "discrete weights",
-                             "discrete weights feed b of grouped_matmul only")  # fmt: skip
+                             "b of grouped_matmul, or x and scale of block_scale_dequantize")  # fmt: skip
 
 
 def _inference(graph: OpGraph) -> Iterator[GraphError]:
@@ -295,7 +312,7 @@ RULES: tuple[VerifierRule, ...] = (
         "STRIDE", "dims, strides and alignment make sense; written tensors do not overlap themselves", _tensor_shape
     ),
     VerifierRule("GLU_COLUMNS", "a GLU layout fits the columns it describes", _layout_fits),
-    VerifierRule("DISCRETE", "discrete weights feed b of grouped_matmul only", _discrete_use),
+    VerifierRule("DISCRETE", "discrete weights feed b of grouped_matmul or block_scale_dequantize", _discrete_use),
     VerifierRule("OUTPUT_SHAPE", "shapes and layouts are those that inference gives", _inference),
     VerifierRule("DATA_TYPE", "each port accepts the data type of its tensor", _data_types),
     VerifierRule("OPERAND_TYPES", "both operands of a matmul have one data type", _matmul_operands_agree),

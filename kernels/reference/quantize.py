@@ -82,16 +82,27 @@ def _scale_of_each(stored: torch.Tensor, layout: ScaleLayout, shape: tuple[int, 
 
 
 def block_scale_dequantize(inputs: Values, attributes: Mapping[str, Any], specs: Specs) -> dict[str, torch.Tensor]:
-    """Codes (M, N) and their scales -> `code * scale / norm_const`, (M, N)."""
-    codes, layout = specs["x"].data_type, specs["scale"].scale_layout
+    """Codes and their scales -> `code * scale / norm_const`: (M, N), or (L, K, N) matrix by matrix."""
+    x, scale, axis = inputs["x"], inputs["scale"], specs["x"].packed_axis - specs["x"].rank
+    if specs["x"].rank == 3:
+        values = torch.stack([_dequantized(c, s, axis, specs) for c, s in zip(x, scale, strict=True)])
+    else:
+        values = _dequantized(x, scale, axis, specs)
+    norm = inputs["norm_const"] if "norm_const" in inputs else torch.ones(1, device=values.device)
+    return {"y": values / norm}
+
+
+def _dequantized(codes: torch.Tensor, scale: torch.Tensor, packed_axis: int, specs: Specs) -> torch.Tensor:
+    """One matrix of codes and its scales -> values, float64."""
+    data_type, layout = specs["x"].data_type, specs["scale"].scale_layout
     if layout is None:
         raise ValueError(f"{specs['scale']} has no scale layout")
-    stored = inputs["x"].view(torch.uint8)
-    values = decode(unpack_fp4(stored) if codes is DataType.FP4_E2M1 else stored, codes)
-    each = _scale_of_each(inputs["scale"], layout, (values.shape[0], values.shape[1]))
-    scales = decode_scale(each, specs["scale"].data_type)
-    norm = inputs["norm_const"] if "norm_const" in inputs else torch.ones(1, device=values.device)
-    return {"y": values * scales / norm}
+    stored = codes.view(torch.uint8)
+    if data_type is DataType.FP4_E2M1:
+        stored = unpack_fp4(stored) if packed_axis == -1 else unpack_fp4(stored.T).T
+    values = decode(stored, data_type)
+    each = _scale_of_each(scale, layout, (values.shape[0], values.shape[1]))
+    return values * decode_scale(each, specs["scale"].data_type)
 
 
 EVALUATE = {"block_scale_quantize": block_scale_quantize, "block_scale_dequantize": block_scale_dequantize}

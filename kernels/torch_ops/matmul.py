@@ -210,8 +210,7 @@ def dense_weights(b: Any, spec: TensorSpec, a: torch.Tensor, columns: int) -> to
     `b`: that tensor, a sequence of L matrices, or for a discrete spec an int64 array of their addresses, whose values
     are read on the host.
     """
-    if spec.discrete and isinstance(b, torch.Tensor) and b.dtype is torch.int64:
-        b = matrices_at(b, spec, a, columns)
+    b = matrices(b, spec, a.device, (a.shape[1], columns))
     if isinstance(b, (list, tuple)) and a.is_cuda and b:
         return torch.stack(list(b)) if b[0].stride(-1) == 1 else torch.stack([m.t() for m in b]).transpose(1, 2)
     return b  # type: ignore[no-any-return]
@@ -224,24 +223,33 @@ class _Memory:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def matrices_at(addresses: torch.Tensor, spec: TensorSpec, a: torch.Tensor, columns: int) -> list[torch.Tensor]:
-    """The (K, N) matrices at `addresses` (L,), in the dtype and on the device of `a`, with the spec's strides."""
-    strides = spec.stride[1:]
-    if not all(isinstance(s, int) for s in strides):
-        raise GraphNotSupportedError("DISCRETE_STRIDE", asked=f"weights {spec.name} by address", seen=spec.stride,
-                                     required="integer strides", hint="give L tensors instead")  # fmt: skip
-    shape = (a.shape[1], columns)
-    if 0 in shape:
-        return [a.new_empty(shape) for _ in range(addresses.shape[0])]
-    row, column = (int(s) for s in strides)  # type: ignore[arg-type]
-    nbytes = a.element_size() * (1 + (shape[0] - 1) * row + (shape[1] - 1) * column)
+def matrices(
+    b: Any, spec: TensorSpec, device: torch.device, shape: tuple[int, ...] | None = None
+) -> torch.Tensor | Sequence[torch.Tensor]:
+    """What holds L matrices: `b` itself, or for an int64 array of addresses a tensor at each, whose values are read on
+    the host. `shape`: of one matrix, by default what `spec` declares. GraphNotSupportedError for symbols there."""
+    if not (spec.discrete and isinstance(b, torch.Tensor) and b.dtype is torch.int64):
+        return b  # type: ignore[no-any-return]
+    extents = spec.dim[1:] if shape is None else shape
+    if not all(isinstance(e, int) for e in (*extents, *spec.stride[1:])):
+        raise GraphNotSupportedError("DISCRETE_STRIDE", asked=f"weights {spec.name} by address",
+                                     seen=f"dim {spec.dim}, stride {spec.stride}",
+                                     required="integer extents and strides", hint="give L tensors instead")  # fmt: skip
+    dtype: torch.dtype = getattr(torch, spec.data_type.info.torch_name)
+    packed = spec.data_type.info.packed
+    along = spec.packed_axis - 1
+    size = tuple(int(e) // (packed if i == along else 1) for i, e in enumerate(extents))  # type: ignore[arg-type]
+    stride = tuple(int(s) // (1 if i == along else packed) for i, s in enumerate(spec.stride[1:]))  # type: ignore[arg-type]
+    if 0 in size:
+        return [torch.empty(size, dtype=dtype, device=device) for _ in range(b.shape[0])]
+    nbytes = dtype.itemsize * (1 + sum((e - 1) * s for e, s in zip(size, stride, strict=True)))
     found = []
-    for address in addresses.tolist():
-        if a.is_cuda:
-            memory = torch.as_tensor(_Memory(address, nbytes), device=a.device)
+    for address in b.tolist():
+        if device.type == "cuda":
+            memory = torch.as_tensor(_Memory(address, nbytes), device=device)
         else:
             memory = torch.frombuffer((ctypes.c_byte * nbytes).from_address(address), dtype=torch.uint8)
-        found.append(memory.view(a.dtype).as_strided(shape, (row, column)))
+        found.append(memory.view(dtype).as_strided(size, stride))
     return found
 
 

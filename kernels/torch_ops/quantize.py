@@ -9,7 +9,7 @@ import torch
 
 from ...graph_ops.ir.dtypes import DataType
 from ...graph_ops.ir.layouts import SCALE_ATOM_COLUMNS, SCALE_ATOM_ROWS, ScaleLayout
-from .matmul import Inputs, Outputs, Specs
+from .matmul import Inputs, Outputs, Specs, matrices
 
 LARGEST = {DataType.FP8_E4M3: 448.0, DataType.FP8_E5M2: 57344.0, DataType.FP4_E2M1: 6.0}
 NAN_CODE = 0x7F  # of E4M3 and E5M2
@@ -137,18 +137,31 @@ def block_scale_quantize(inputs: Inputs, outputs: Outputs, attributes: Mapping[s
 
 
 def block_scale_dequantize(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any], specs: Specs) -> None:
-    """Codes (M, N) and scales -> code * scale / norm_const."""
+    """Codes and scales -> code * scale / norm_const: (M, N), or (L, K, N) matrix by matrix."""
+    y = outputs["y"]
+    if y.numel() == 0:
+        return
+    axis = specs["x"].packed_axis - specs["x"].rank
+    norm = inputs["norm_const"].to(torch.float32) if "norm_const" in inputs else None
+    if specs["x"].rank == 2:
+        pairs = [(inputs["x"], inputs["scale"], y)]
+    else:
+        codes, scales = matrices(inputs["x"], specs["x"], y.device), matrices(inputs["scale"], specs["scale"], y.device)
+        pairs = list(zip(codes, scales, y, strict=True))
+    for one, scale, out in pairs:
+        values = _dequantized(one, scale, axis, specs)
+        out.copy_(values if norm is None else values / norm)
+
+
+def _dequantized(codes: torch.Tensor, scale: torch.Tensor, packed_axis: int, specs: Specs) -> torch.Tensor:
+    """One matrix of codes and its scales -> float32 values."""
     layout = specs["scale"].scale_layout
     assert layout is not None, f"{specs['scale']} has no scale layout"
     if specs["x"].data_type is DataType.FP4_E2M1:
-        values = _decode_fp4(inputs["x"])
+        values = _decode_fp4(codes) if packed_axis == -1 else _decode_fp4(codes.t()).t()
     else:
-        values = inputs["x"].to(torch.float32)
-    if values.numel() == 0:
-        return
-    each = _decode_scale(_per_element(inputs["scale"].view(torch.uint8), layout, values), specs["scale"].data_type)
-    values = values * each
-    outputs["y"].copy_(values / inputs["norm_const"].to(torch.float32) if "norm_const" in inputs else values)
+        values = codes.to(torch.float32)
+    return values * _decode_scale(_per_element(scale.view(torch.uint8), layout, values), specs["scale"].data_type)
 
 
 def _per_element(stored: torch.Tensor, layout: ScaleLayout, values: torch.Tensor) -> torch.Tensor:

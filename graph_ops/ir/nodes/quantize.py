@@ -82,7 +82,10 @@ def _block_scale_quantize(inputs: Mapping[str, InferenceInput], attributes: Mapp
 
 def _block_scale_dequantize(inputs: Mapping[str, InferenceInput], attributes: Mapping[str, Any]) -> dict[str, Inferred]:
     x, scale = inputs["x"], inputs["scale"]
-    require_rank(x, 2, "block_scale_dequantize x")
+    require(len(x.dim) in (2, 3), "RANK", f"block_scale_dequantize x = {x.name}", f"dim {x.dim}",
+            "rank 2, or 3 for the weights of L experts")  # fmt: skip
+    require(x.discrete == scale.discrete, "DISCRETE", f"block_scale_dequantize x = {x.name}, scale = {scale.name}",
+            f"discrete {x.discrete} and {scale.discrete}", "both discrete, or neither")  # fmt: skip
     require(
         scale.scale_layout is not None,
         "SCALE_LAYOUT_MISSING",
@@ -92,14 +95,15 @@ def _block_scale_dequantize(inputs: Mapping[str, InferenceInput], attributes: Ma
     )
     assert scale.scale_layout is not None
     _require_norm_const(inputs, "block_scale_dequantize")
-    rows, columns = x.dim
-    stored = scale.scale_layout.storage((rows, columns))
+    *experts, rows, columns = x.dim
+    stored = (*experts, *scale.scale_layout.storage((rows, columns)))
     require(scale.dim == stored, "SHAPE", f"block_scale_dequantize scale = {scale.name}", scale.dim, f"{stored}")
     require(x.scale_layout in (None, scale.scale_layout), "SCALE_LAYOUT", f"block_scale_dequantize x = {x.name}",
             x.scale_layout, f"{scale.scale_layout}, as the scales")  # fmt: skip
     if x.data_type in CODE_TYPES and scale.data_type in SCALE_TYPES:  # else DATA_TYPE says what is wrong
         _require_format(x.data_type, scale.scale_layout.block_size, scale.data_type, "block_scale_dequantize")
-        _require_packing(x.data_type, x.dim, "block_scale_dequantize x")
+        if len(x.dim) == 2:  # weights pack along the axis that is contiguous, which the verifier knows
+            _require_packing(x.data_type, x.dim, "block_scale_dequantize x")
     return {"y": Inferred(x.dim, glu_layout=x.glu_layout)}
 
 
@@ -134,14 +138,14 @@ BLOCK_SCALE_QUANTIZE = OpSpec(
 
 BLOCK_SCALE_DEQUANTIZE = OpSpec(
     name="block_scale_dequantize",
-    doc="codes (M, N) and scales -> (M, N) values.",
+    doc="codes (M, N) and scales -> (M, N) values; weights (L, K, N) matrix by matrix, dense or discrete.",
     formula="y = code * scale of its block / norm_const",
     inputs=(
-        Port("x", "(M, N) codes", CODE_TYPES),
-        Port("scale", "scales with a scale layout", SCALE_TYPES),
+        Port("x", "(M, N) or (L, K, N) codes", CODE_TYPES),
+        Port("scale", "scales with a scale layout; for (L, K, N) the scales of L matrices", SCALE_TYPES),
         _NORM_CONST,
     ),
-    outputs=(Port("y", "(M, N)"),),
+    outputs=(Port("y", "the shape of x"),),
     infer=_block_scale_dequantize,
 )
 
