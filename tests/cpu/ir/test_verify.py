@@ -188,6 +188,11 @@ def _(graph):
     return with_tensor(graph, "dy", glu_layout=GluLayout.concatenated(), dim=(), stride=())
 
 
+@case("PACKING")
+def _(graph):  # weights of three axes pack along the contiguous one
+    return with_tensor(graph, "w2", data_type=DataType.FP4_E2M1, dim=(4, 63, 96), stride=(63 * 96, 1, 63))
+
+
 @case("PORT_ABSENT")
 def _(graph):
     attributes = {**node(graph, "glu_backward").attribute, "recompute": False}
