@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,7 +22,7 @@ from opfuse.graph_ops.ir.layouts import GluLayout
 from opfuse.kernels.problem import Problem
 
 K, N, EXPERTS, ROWS = 128, 96, 3, 768
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "dense_swiglu": {},
     "dense_geglu_dbias": {"act": "geglu", "dbias": True},
     "discrete_swiglu": {"discrete": True},

@@ -14,7 +14,7 @@ from opfuse.graph_ops.ir.tensor import TensorSpec, contiguous_stride
 from opfuse.kernels.problem import Problem
 from opfuse.kernels.registry import KERNELS, KernelEntry
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, dict[str, float]] = {
     "swiglu": {},
     "geglu": {"geglu_alpha": 1.702, "clamp_min": -7.0, "clamp_max": 7.0, "linear_offset": 1.0},
     "situglu": {"situ_beta1": 4.0, "situ_beta2": 25.0},
@@ -44,7 +44,7 @@ def _make(
     m = symbol("M", 256) if rows is None else rows
     bf16, f32 = DataType.BFLOAT16, DataType.FLOAT
     layout = GluLayout.interleaved(32)
-    known = {
+    known: dict[str, dict[str, Any]] = {
         "a": dict(dim=(m, k)),
         "b": dict(dim=(experts, k, n), stride=(k * n, 1, k) if b_major == "k" else (k * n, n, 1)),
         "offsets": dict(dim=(experts,), data_type=DataType.INT32, multiple_of=256),
@@ -64,7 +64,7 @@ def _make(
     wanted = [r for r in known if (r in ("a", "b", "offsets", "c", "d", "dprob", *roles)) and r not in without]
     specs = {}
     for uid, role in enumerate(wanted):
-        fields = {"data_type": bf16, "is_output": role in OUTPUTS, **known[role]}
+        fields: dict[str, Any] = {"data_type": bf16, "is_output": role in OUTPUTS, **known[role]}
         fields.setdefault("stride", contiguous_stride(fields["dim"]))
         specs[role] = replace(TensorSpec(uid=uid, name=role, **fields), **(changes or {}).get(role, {}))
     given = {

@@ -126,7 +126,7 @@ def class_arguments(problem: Problem) -> dict[str, Any]:
         order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__)
         return TensorDesc(tensor.dtype, tuple(tensor.shape), tensor.stride(), tuple(order), tensor.device)
 
-    m, experts = evaluate(problem["a"].dim[0], bindings), problem["b"].dim[0]
+    m, experts = evaluate(problem["a"].dim[0], bindings), evaluate(problem["b"].dim[0], bindings)
     ones = {r: torch.empty(s, device="meta") for r, s in
             (("alpha", (experts,)), ("beta", (experts,)), ("prob", (m, 1, 1)), ("dprob", (m, 1, 1)))}  # fmt: skip
     b, given = problem["b"], problem.attributes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from opfuse.kernels.cudnn import support, versions
 
 BF16, F16, F32, I32, I64 = DataType.BFLOAT16, DataType.HALF, DataType.FLOAT, DataType.INT32, DataType.INT64
 SM100 = ARCHES["sm100"]
+Options = dict[str, Any]
 M = symbol("M", 256)
-RECOMPUTE = dict(act="geglu", roles=("activation",))
-DBIAS = dict(roles=("dbias",), changes={"d": dict(data_type=F32)})
+RECOMPUTE: Options = dict(act="geglu", roles=("activation",))
+DBIAS: Options = dict(roles=("dbias",), changes={"d": dict(data_type=F32)})
 
 # What breaks each condition alone, and the text that a user then reads.
-GOLDEN = {
+GOLDEN: dict[str, tuple[Options, str]] = {
     "OPERAND_TYPE": (
         dict(changes={"a": dict(data_type=F16), "b": dict(data_type=F16)}),
         "OPERAND_TYPE: a is HALF, b is HALF, requires BFLOAT16 a and b; "
@@ -222,7 +224,7 @@ def test_all_failures_are_collected(make_problem, entry) -> None:
 
 
 # Each row of the BF16 contract on NVIDIA's page: what it accepts, and what it refuses with which code.
-ROWS = {
+ROWS: dict[str, tuple[list[Options], dict[str, Options]]] = {
     "A: (M, K, 1) stride (K, 1, M*K) BF16": (
         [dict(), dict(rows=256), dict(rows=0), dict(k=8)],
         {
