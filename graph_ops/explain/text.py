@@ -134,7 +134,7 @@ def _left_node(left: LeftAlone) -> Iterator[str]:
     for verdict in left.verdicts:
         yield from _verdict(verdict, INDENT * 2, left.node.name)
     if left.told_at:
-        yield f"{INDENT * 2}{'more ' if left.verdicts else ''}under {', '.join(left.told_at)}"
+        yield f"{INDENT * 2}see {'also ' if left.verdicts else ''}{', '.join(left.told_at)}"
     elif not left.verdicts:
         yield f"{INDENT * 2}no rule reaches it"
 

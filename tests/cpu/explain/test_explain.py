@@ -64,7 +64,7 @@ def test_a_verdict_is_told_once_and_pointed_at_from_its_other_nodes(everything):
     told = explain(everything)
     half = next(x for x in told.left_alone if x.node.name == "half")
     assert half.verdicts == () and half.told_at == ("skip",)
-    assert "under skip" in str(told)
+    assert "see skip" in str(told)
 
 
 def test_a_node_that_no_rule_reaches_says_so(everything):

@@ -41,9 +41,7 @@ def t():
     made.scale_bare = g.tensor("scale_bare", dim=(made.m, 2), data_type=DataType.FP8_E8M0)
     made.scale_e4m3 = g.tensor("scale_e4m3", dim=(made.m, 2), data_type=E4M3, scale_layout=plain)
     made.scale4 = g.tensor("scale4", dim=(made.m, 4), data_type=E4M3, scale_layout=ScaleLayout(16, 1, False))
-    made.codes3 = g.tensor("codes3", dim=(3, 8, 64), data_type=E4M3)
-    made.codes_apart = g.tensor("codes_apart", dim=(3, 8, 64), data_type=E4M3, discrete=True)
-    made.scale3 = g.tensor("scale3", dim=(3, 8, 2), data_type=DataType.FP8_E8M0, scale_layout=plain)
+    made.codes3_dense = g.tensor("codes3_dense", dim=(3, 8, 64), data_type=E4M3)
     made.codes_other = g.tensor("codes_other", dim=(made.m, 64), data_type=E4M3, scale_layout=ScaleLayout(32, 0, False))
     weights = ScaleLayout(32, 0, swizzled=False)
     made.codes3 = g.tensor("codes3", dim=(3, 64, 8), data_type=E4M3, discrete=True)
@@ -122,8 +120,7 @@ REFUSALS = [
     ("block_scale_dequantize", "BLOCK_FORMAT", lambda t: t.g.block_scale_dequantize(t.codes, t.scale_e4m3)),
     ("block_scale_dequantize", "PACKING", lambda t: t.g.block_scale_dequantize(t.codes4, t.scale4)),
     ("block_scale_dequantize", "DISCRETE", lambda t: t.g.block_scale_dequantize(t.codes3, t.scale3)),
-    ("block_scale_dequantize", "DISCRETE", lambda t: t.g.block_scale_dequantize(t.codes_apart, t.scale3)),
-    ("block_scale_dequantize", "SHAPE", lambda t: t.g.block_scale_dequantize(t.codes3, t.scale)),
+    ("block_scale_dequantize", "SHAPE", lambda t: t.g.block_scale_dequantize(t.codes3_dense, t.scale)),
     ("reduction", "AXIS", lambda t: t.g.reduction(t.a, "ADD", 2)),
     ("reduction", "AXIS", lambda t: t.g.reduction(t.a, "ADD", (0, 0))),
     ("reduction", "ATTRIBUTE_VALUE", lambda t: t.g.reduction(t.a, "MEDIAN", 0)),
