@@ -50,7 +50,7 @@ class FusedMatch:
 
 @dataclass(frozen=True)
 class Raising:
-    """A composition of pointwise nodes that became one node: indices in the graph as declared, and the new node's name."""
+    """A composition of pointwise nodes that became one node: indices in the graph as declared, and its new name."""
 
     rule: str
     nodes: tuple[int, ...]

@@ -1,0 +1,180 @@
+"""From a structural match to what may be fused: covers, their problems, and what each kernel says of them.
+
+A cover is the core of a match with some of its attachments. A kernel may serve fewer attachments than a match has; the
+largest covers that it serves become candidates, and what they leave out stays unfused with its reasons.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ..graph_ops.ir.dtypes import DataType
+from ..graph_ops.ir.nodes.glu import ACTIVATION_PARAMETERS
+from ..kernels.arch import Arch
+from ..kernels.condition import Reason
+from ..kernels.problem import Problem
+from ..kernels.registry import KernelEntry
+from . import legality
+from .matcher import Match
+from .pattern import Shape
+from .rule import Rule
+from .support import kernel_failures, no_kernel, rule_failures
+from .verdict import Verdict, VerdictKind
+from .view import GraphView
+
+_PARAMETERS = frozenset(p for names in ACTIVATION_PARAMETERS.values() for p in names)
+
+
+@dataclass(frozen=True, eq=False)
+class Cover:
+    """The nodes that one kernel would replace, and its problem. `objections` are legality's and the rule's own."""
+
+    rule: Rule
+    anchor: int
+    attached: tuple[str, ...]
+    nodes: tuple[int, ...]
+    roles: Mapping[str, int]
+    problem: Problem
+    objections: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A cover that a kernel serves on the arch at hand."""
+
+    cover: Cover
+    kernel: KernelEntry
+
+
+def make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView, arch: Arch) -> Cover:
+    """The cover of `match` with the attachments `attached`."""
+    graph, values, uses, tensors, roles = view.graph, match.values, view.uses, view.graph.tensors, rule.roles
+    shape = match.pattern.shape(attached)
+    indices = [match.nodes[part.label] for part in shape.parts]
+    named = {name: values[name] for name in shape.operands if name in values}
+    operands = tuple(named.values())
+    written: list[int] = []
+    interior: list[int] = []
+    rounding: dict[str, DataType] = {}
+    for name in shape.made:
+        uid = values.get(name)
+        if uid is None:
+            continue
+        role = roles.get(name)
+        if (
+            role is not None
+            and role.is_output
+            and (
+                name in match.pattern.always_written
+                or tensors[uid].is_output
+                or any(u.node.index not in indices for u in uses[uid])
+            )
+        ):
+            named[name] = uid
+            written.append(uid)
+            continue
+        interior.append(uid)
+        if uses[uid]:
+            rounding[name] = tensors[uid].data_type
+    placed = {name: named[name] for name in roles if name in named}
+    problem = Problem(
+        rule=rule.id,
+        tensors={name: tensors[uid] for name, uid in placed.items()},
+        attributes=dict(_attributes(shape, tuple(view.nodes[i].attributes for i in indices))),
+        rounding=rounding,
+        deterministic=graph.deterministic,
+    )
+    objections = legality.illegalities(view, indices, read=operands, written=written, interior=interior)
+    if rule.conditions:
+        objections += rule_failures(rule, problem, arch)
+    return Cover(rule, indices[0], attached, tuple(sorted(indices)), placed, problem, objections)
+
+
+@lru_cache(maxsize=4096)
+def _attributes(shape: Shape, given: tuple[tuple[tuple[str, Any], ...], ...]) -> dict[str, Any]:
+    """The attributes of every node under its prefix; parameters that an activation does not read are left out."""
+    found: dict[str, Any] = {}
+    for part, attributes in zip(shape.parts, given, strict=True):
+        act = dict(attributes).get("act")
+        unread = _PARAMETERS - set(ACTIVATION_PARAMETERS[act]) if act is not None else ()
+        found.update((part.prefix + name, value) for name, value in attributes if name not in unread)
+    return found
+
+
+def judge(
+    rule: Rule, match: Match, kernels: Sequence[KernelEntry], view: GraphView, arch: Arch
+) -> tuple[list[Candidate], list[Verdict]]:
+    """The candidates of `match`, and a verdict for every kernel (and attachment) that cannot serve it."""
+    covers: dict[tuple[str, ...], Cover] = {}
+
+    def cover(attached: tuple[str, ...]) -> Cover:
+        if attached not in covers:
+            covers[attached] = make_cover(rule, match, attached, view, arch)
+        return covers[attached]
+
+    whole = cover(match.attached)
+    if whole.objections and _common(whole.objections, [cover(a).objections for a in _least(match)]):
+        return [], [Verdict(VerdictKind.UNSUPPORTED, rule.id, whole.anchor, whole.nodes, whole.objections)]
+    if not kernels:
+        reasons = (*whole.objections, no_kernel(rule))
+        return [], [Verdict(VerdictKind.UNSUPPORTED, rule.id, whole.anchor, whole.nodes, reasons)]
+    candidates: list[Candidate] = []
+    verdicts: list[Verdict] = []
+    for kernel in kernels:
+        reasons = (*whole.objections, *kernel_failures(kernel, whole.problem, arch))
+        if not reasons:
+            candidates.append(Candidate(whole, kernel))
+            continue
+        served = [cover(a) for a in _served(match, kernel, cover, reasons, arch)]
+        candidates.extend(Candidate(c, kernel) for c in served)
+        if served:
+            kept = set().union(*(c.nodes for c in served))
+            nodes = tuple(i for i in whole.nodes if i not in kept) or whole.nodes
+        else:
+            nodes = whole.nodes
+        verdicts.append(Verdict(VerdictKind.UNSUPPORTED, rule.id, whole.anchor, nodes, reasons, kernel.id))
+    return candidates, verdicts
+
+
+def _least(match: Match) -> list[tuple[str, ...]]:
+    """The smallest covers: no attachment, or one of those without which the rule is not worth while."""
+    needs = match.pattern.needs_any
+    return [(label,) for label in match.attached if label in needs] if needs else [()]
+
+
+def _common(first: Sequence[Reason], others: Sequence[Sequence[Reason]]) -> bool:
+    """Whether some reason of `first` is in all of `others`."""
+    named = [{(r.code, str(r.observed)) for r in other} for other in others]
+    return any(all((r.code, str(r.observed)) in other for other in named) for r in first)
+
+
+def _served(
+    match: Match,
+    kernel: KernelEntry,
+    cover: Callable[[tuple[str, ...]], Cover],
+    reasons: Sequence[Reason],
+    arch: Arch,
+) -> list[tuple[str, ...]]:
+    """The largest proper subsets of the attachments that `kernel` serves, larger and earlier ones first."""
+    if not match.attached or any(r.code == "ARCH" for r in reasons):
+        return []
+
+    def refusals(attached: tuple[str, ...]) -> tuple[Reason, ...]:
+        smaller = cover(attached)
+        return (*smaller.objections, *kernel_failures(kernel, smaller.problem, arch))
+
+    if _common(reasons, [refusals(a) for a in _least(match)]):
+        return []  # what fails with every attachment and with none does not depend on them
+    found: list[tuple[str, ...]] = []
+    needs = match.pattern.needs_any
+    for size in range(len(match.attached) - 1, -1, -1):
+        for chosen in itertools.combinations(match.attached, size):
+            if any(set(chosen) <= set(larger) for larger in found) or (needs and not set(needs) & set(chosen)):
+                continue
+            if not refusals(chosen):
+                found.append(chosen)
+    return found

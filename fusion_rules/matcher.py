@@ -1,0 +1,268 @@
+"""The matcher: anchored, port-aware, and it remembers the nearest miss.
+
+It proposes sets of nodes; `legality` disposes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..graph_ops.ir.graph import Node
+from ..kernels.condition import Reason
+from .pattern import NodePattern, Pattern, Reach
+from .view import GraphView, tensor_text
+
+NO_READER = "NO_READER"
+NO_PRODUCER = "NO_PRODUCER"
+OP = "OP"
+PORT = "PORT"
+PORT_EXTRA = "PORT_EXTRA"
+PORT_MISSING = "PORT_MISSING"
+ATTRIBUTE = "ATTRIBUTE"
+OPERAND = "OPERAND"
+NODE_TAKEN = "NODE_TAKEN"
+ATTACHMENT_MISSING = "ATTACHMENT_MISSING"
+
+CODES: Mapping[str, str] = {
+    NO_READER: "nothing reads the value at which the pattern goes on",
+    NO_PRODUCER: "the value at which the pattern goes on is a graph input",
+    OP: "the node there has another op",
+    PORT: "the node there has the value at another port",
+    PORT_EXTRA: "the node has a port that the fusion would ignore",
+    PORT_MISSING: "the node lacks a port that the fusion needs",
+    ATTRIBUTE: "an attribute has another value",
+    OPERAND: "an operand that two nodes must share differs",
+    NODE_TAKEN: "the node already plays another part in the match",
+    ATTACHMENT_MISSING: "none of the nodes that make the fusion worth while is there",
+}
+"""Every reason why a pattern does not match, with its meaning."""
+
+_CLOSENESS = {
+    code: rank
+    for rank, code in enumerate(
+        (NO_PRODUCER, NO_READER, OP, NODE_TAKEN, PORT, PORT_EXTRA, PORT_MISSING, ATTRIBUTE, OPERAND, ATTACHMENT_MISSING)
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """One way to fit a pattern: `nodes` maps labels to node indices, `values` names to tensor uids.
+
+    `attached` are the labels of the attachments found; `left` the nodes that read an attachable value with the right
+    op but do not fit, each with its reason.
+    """
+
+    pattern: Pattern
+    nodes: Mapping[str, int]
+    values: Mapping[str, int]
+    attached: tuple[str, ...] = ()
+    left: tuple[tuple[int, Reason], ...] = ()
+
+
+@dataclass
+class Trace:
+    """The nearest miss of a search: how many nodes fitted, which, and why the next one did not.
+
+    The reason is formatted only when asked for: most misses are never read.
+    """
+
+    score: tuple[int, int] = (-1, -1)
+    fitted: tuple[int, ...] = ()
+    code: str = ""
+    details: tuple[Any, ...] = ()
+
+    def note(self, fitted: tuple[int, ...], code: str, *details: Any) -> None:
+        score = (len(fitted), _CLOSENESS[code])
+        if score > self.score:
+            self.score, self.fitted, self.code, self.details = score, fitted, code, details
+
+    def reason(self, view: GraphView) -> Reason:
+        return _reason(view, self.code, *self.details)
+
+
+def matches(pattern: Pattern, view: GraphView, anchor: Node, trace: Trace) -> Iterator[Match]:
+    """Every way to fit `pattern` with its anchor at `anchor`, each with all attachments that fit, in node order."""
+    for nodes, values in embeddings(pattern, view, anchor, trace):
+        found = _attach(pattern, view, nodes, values)
+        if pattern.needs_any and not any(label in pattern.needs_any for label in found.attached):
+            fitted = tuple(nodes.values())
+            if found.left:
+                trace.note(fitted, ATTACHMENT_MISSING, anchor, pattern, found.left[0][1])
+            else:
+                trace.note(fitted, ATTACHMENT_MISSING, anchor, pattern, None)
+            continue
+        yield found
+
+
+def embeddings(
+    pattern: Pattern, view: GraphView, anchor: Node, trace: Trace
+) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Every way to fit the pattern's core: (label -> node index, name -> tensor uid). Different labels are different
+    nodes; the same set of nodes comes once per order of commutative operands that fits."""
+    label = pattern.anchor.label
+    partial = [({label: anchor.index}, values) for values in _bind(pattern.anchor, anchor, {}, trace, ())]
+    for wanted, reach in zip(pattern.core[1:], pattern.reaches, strict=True):
+        if not partial:
+            break
+        grown = []
+        for nodes, values in partial:
+            fitted = tuple(nodes.values())
+            for node in _candidates(view, wanted, reach, values, trace, fitted):
+                if node.index in fitted:
+                    trace.note(fitted, NODE_TAKEN, node, wanted)
+                    continue
+                for bound in _bind(wanted, node, values, trace, fitted):
+                    grown.append(({**nodes, wanted.label: node.index}, bound))
+        partial = grown
+    return partial
+
+
+def _candidates(
+    view: GraphView, wanted: NodePattern, reach: Reach, values: dict[str, int], trace: Trace, fitted: tuple[int, ...]
+) -> list[Node]:
+    """Nodes of the wanted op next to the bound value, each once, in node order."""
+    uid = values[reach.name]
+    if not reach.downstream:
+        made = view.producers.get(uid)
+        if made is not None and made.node.op == wanted.op:
+            return [made.node]
+        trace.note(fitted, *((NO_PRODUCER, uid) if made is None else (OP, made.node)), wanted, reach)
+        return []
+    uses = view.uses[uid]
+    if not uses:
+        trace.note(fitted, NO_READER, uid, wanted, reach)
+    found: list[Node] = []
+    for use in uses:
+        node = use.node
+        if node.op != wanted.op:
+            trace.note(fitted, OP, node, wanted, reach)
+        elif not found or found[-1] is not node:
+            found.append(node)
+    return found
+
+
+def _bind(
+    wanted: NodePattern, node: Node, values: dict[str, int], trace: Trace, fitted: tuple[int, ...]
+) -> list[dict[str, int]]:
+    """The bindings of `values` that let `node` be `wanted`: none, one, or two for a commutative op."""
+    if wanted.attributes:
+        attribute = node.attribute
+        for name, allowed in wanted.attributes.items():
+            if attribute.get(name) not in allowed:
+                trace.note(fitted, ATTRIBUTE, node, wanted, name)
+                return []
+    outputs = _bind_ports(wanted, node, node.outputs, wanted.output_names, wanted.outputs, values, trace, fitted)
+    if outputs is None:
+        return []
+    bound = _bind_ports(wanted, node, node.inputs, wanted.input_names, wanted.inputs, outputs, trace, fitted)
+    found = [] if bound is None else [bound]
+    if (swapped := wanted.swapped_names) is not None:
+        other = _bind_ports(wanted, node, node.inputs, swapped, swapped, outputs, trace, fitted)
+        if other is not None and other != bound:
+            found.append(other)
+    return found
+
+
+def _bind_ports(
+    wanted: NodePattern,
+    node: Node,
+    given: tuple[tuple[str, int], ...],
+    names: Mapping[str, str],
+    required: Mapping[str, str],
+    values: dict[str, int],
+    trace: Trace,
+    fitted: tuple[int, ...],
+) -> dict[str, int] | None:
+    bound = dict(values)
+    seen = 0
+    for port, uid in given:
+        name = names.get(port)
+        if name is None:
+            trace.note(fitted, PORT_EXTRA, node, wanted, port)
+            return None
+        seen += port in required
+        known = bound.setdefault(name, uid)
+        if known != uid:
+            elsewhere = [p for p, u in given if u == known]
+            trace.note(fitted, PORT if elsewhere else OPERAND, node, wanted, port, known, uid, elsewhere)
+            return None
+    if seen < len(required):
+        trace.note(fitted, PORT_MISSING, node, wanted, sorted(set(required) - {p for p, _ in given}))
+        return None
+    return bound
+
+
+def _attach(pattern: Pattern, view: GraphView, nodes: dict[str, int], values: dict[str, int]) -> Match:
+    if not pattern.attachments:
+        return Match(pattern, nodes, values)
+    nodes, values = dict(nodes), dict(values)
+    attached: list[str] = []
+    left: dict[int, Reason] = {}
+    for wanted, reach in zip(pattern.attachments, pattern.attachment_reaches, strict=True):
+        if reach.name not in values:
+            continue
+        for use in view.uses[values[reach.name]]:
+            node = use.node
+            if node.op != wanted.op or node.index in nodes.values():
+                continue
+            if wanted.label in nodes:
+                left.setdefault(node.index, _reason(view, NODE_TAKEN, node, wanted))
+                continue
+            trace = Trace()
+            bound = next(iter(_bind(wanted, node, values, trace, ())), None)
+            if bound is None:
+                left[node.index] = trace.reason(view)
+            else:
+                nodes[wanted.label] = node.index
+                values = bound
+                attached.append(wanted.label)
+                left.pop(node.index, None)
+    taken = set(nodes.values())
+    return Match(pattern, nodes, values, tuple(attached), tuple((i, r) for i, r in left.items() if i not in taken))
+
+
+def _reason(view: GraphView, code: str, *details: Any) -> Reason:
+    graph = view.graph
+    if code in (NO_READER, NO_PRODUCER):
+        uid, wanted, reach = details
+        what = "no node reads it" if code == NO_READER else "no node writes it"
+        return Reason(code, f"{tensor_text(graph, uid)}: {what}", _wanted(wanted, reach))
+    node = details[0]
+    where = node.path
+    if code == OP:
+        _, wanted, reach = details
+        return Reason(code, f"{node.name} is {node.op}", _wanted(wanted, reach), where=where)
+    if code == NODE_TAKEN:
+        return Reason(
+            code,
+            f"{node.name} and another {node.op} stand for the same part",
+            "one node for each part of the fusion",
+            where=where,
+        )
+    if code == ATTACHMENT_MISSING:
+        _, pattern, cause = details
+        wanted = [a for a in pattern.attachments if a.label in pattern.needs_any]
+        seen = "none" if cause is None else f"none that fits ({cause})"
+        return Reason(code, seen, "at least one of " + ", ".join(f"{a.label} ({a.op})" for a in wanted), where=where)
+    wanted = details[1]
+    if code == ATTRIBUTE:
+        name = details[2]
+        allowed = " or ".join(map(repr, wanted.attributes[name]))
+        return Reason(code, f"{name} = {node.attribute.get(name)!r}", f"{name} = {allowed} on {wanted.op}", where=where)
+    if code == PORT_EXTRA:
+        return Reason(code, f"{node.op} has {details[2]}", f"{wanted.op} without {details[2]}", where=where)
+    if code == PORT_MISSING:
+        return Reason(code, f"{node.op} without {', '.join(details[2])}", f"{wanted.op} with it", where=where)
+    port, known, uid, elsewhere = details[2:]
+    seen = f"{tensor_text(graph, uid)} at {port}" + (
+        f", and {tensor_text(graph, known)} at {', '.join(elsewhere)}" if elsewhere else ""
+    )
+    return Reason(code, seen, f"{tensor_text(graph, known)} at {port} of {wanted.op}", where=where)
+
+
+def _wanted(wanted: NodePattern, reach: Reach) -> str:
+    verb = "reads" if reach.downstream else "writes"
+    return f"a {wanted.op} that {verb} it at port {reach.port}"
