@@ -10,7 +10,7 @@ from ..fusion_rules.verdict import FusedMatch, FusionReport, Verdict, VerdictKin
 from ..kernels.arch import Arch
 from ..kernels.capture import not_capturable
 from ..kernels.condition import Reason
-from ..kernels.cost import Estimate, match_estimate, node_estimate, nominal_bindings
+from ..kernels.cost import Estimate, Sizes, match_estimate, node_estimate, nominal_bindings
 from ..kernels.registry import KERNELS, KernelEntry
 from .ir.errors import GraphNotSupportedError
 from .ir.graph import Node, OpGraph
@@ -43,16 +43,18 @@ def make_plan(
     if not verified:
         verify(graph)
     bindings = nominal_bindings(graph)
-    apart = tuple(_unfused_step(graph, node, arch, bindings) for node in graph.topological_order)
-    apart_workspace = _workspace(graph, apart, bindings)
+    sizes = Sizes(bindings)
+    apart = tuple(_unfused_step(graph, node, arch, sizes) for node in graph.topological_order)
+    apart_workspace = _workspace(graph, apart, sizes)
     report = (
         fuse(graph, arch, disable=disable, kernels=kernels) if fused else FusionReport(graph, arch.name, (), (), ())
     )
     if report.graph is graph and not report.matches:
         steps, workspace = apart, apart_workspace
     else:
-        steps = _ordered_steps(report, arch, bindings, {k.id: k for k in kernels})
-        workspace = _workspace(report.graph, steps, bindings)
+        alone = {step.nodes[0]: step for step in apart} if report.graph is graph else {}
+        steps = _ordered_steps(report, arch, sizes, {k.id: k for k in kernels}, alone)
+        workspace = _workspace(report.graph, steps, sizes)
     plan = Plan(
         graph=report.graph,
         arch=arch.name,
@@ -61,9 +63,9 @@ def make_plan(
         report=report,
         bindings=bindings,
         estimate=Estimate.total(s.estimate for s in steps),
-        workspace_bytes=workspace.nbytes(bindings),
+        workspace_bytes=workspace.nbytes_at(sizes),
         unfused_estimate=Estimate.total(s.estimate for s in apart),
-        unfused_workspace_bytes=apart_workspace.nbytes(bindings),
+        unfused_workspace_bytes=apart_workspace.nbytes_at(sizes),
         workspace=workspace,
     )
     if strict:
@@ -124,29 +126,23 @@ def _verdict_line(verdict: Verdict, reason: Reason | None) -> str:
     return f"{what}: check {reason.code}: observed {reason.observed}, required {reason.required}; next: {step}"
 
 
-def _unfused_step(graph: OpGraph, node: Node, arch: Arch, bindings: Mapping[str, int]) -> Step:
-    specs = {**graph.inputs_of(node), **graph.outputs_of(node)}
+def _unfused_step(graph: OpGraph, node: Node, arch: Arch, sizes: Sizes) -> Step:
+    specs = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
     reason = not_capturable(node.op, node.attribute, specs, arch)
-    buffers = {f"in.{port}": uid for port, uid in node.inputs if not graph.tensors[uid].is_constant}
-    buffers.update((f"out.{port}", uid) for port, uid in node.outputs)
-    return Step(
-        kernel=f"torch.{node.op}",
-        rule=None,
-        nodes=(node.index,),
-        buffers=buffers,
-        estimate=node_estimate(graph, node, arch, bindings),
-        capturable=not reason,
-        capture_reason=reason,
-    )
+    buffers = {f"in.{port}": uid for port, uid in node.inputs if graph.tensors[uid].value is None}
+    for port, uid in node.outputs:
+        buffers[f"out.{port}"] = uid
+    estimate = node_estimate(graph, node, arch, sizes.bindings, sizes)
+    return Step(f"torch.{node.op}", None, (node.index,), buffers, estimate, not reason, reason)
 
 
-def _fused_step(match: FusedMatch, entry: KernelEntry, arch: Arch, bindings: Mapping[str, int]) -> Step:
+def _fused_step(match: FusedMatch, entry: KernelEntry, arch: Arch, sizes: Sizes) -> Step:
     return Step(
         kernel=match.kernel,
         rule=match.rule,
         nodes=match.nodes,
         buffers=match.roles,
-        estimate=match_estimate(match.problem, arch, bindings, launches=entry.launches(match.problem)),
+        estimate=match_estimate(match.problem, arch, sizes.bindings, launches=entry.launches(match.problem)),
         capturable=entry.capturable,
         capture_reason="" if entry.capturable else f"kernel {entry.id} is declared not capturable",
         match=match,
@@ -154,13 +150,24 @@ def _fused_step(match: FusedMatch, entry: KernelEntry, arch: Arch, bindings: Map
 
 
 def _ordered_steps(
-    report: FusionReport, arch: Arch, bindings: Mapping[str, int], entries: Mapping[str, KernelEntry]
+    report: FusionReport,
+    arch: Arch,
+    sizes: Sizes,
+    entries: Mapping[str, KernelEntry],
+    alone: Mapping[int, Step],
 ) -> tuple[Step, ...]:
-    """Fused matches and remaining nodes as steps, producers first; of ready ones that whose first node came first."""
+    """Fused matches and remaining nodes as steps, producers first; of ready ones that whose first node came first.
+
+    `alone` has steps of single nodes that are known already.
+    """
     graph = report.graph
     taken = {index for match in report.matches for index in match.nodes}
-    units = [(min(m.nodes), _fused_step(m, entries[m.kernel], arch, bindings)) for m in report.matches]
-    units += [(n.index, _unfused_step(graph, n, arch, bindings)) for n in graph.nodes if n.index not in taken]
+    units = [(min(m.nodes), _fused_step(m, entries[m.kernel], arch, sizes)) for m in report.matches]
+    units += [
+        (n.index, alone.get(n.index) or _unfused_step(graph, n, arch, sizes))
+        for n in graph.nodes
+        if n.index not in taken
+    ]
     units.sort(key=lambda unit: unit[0])
     unit_of = {index: position for position, (_, step) in enumerate(units) for index in step.nodes}
     needs: dict[int, set[int]] = {position: set() for position in range(len(units))}
@@ -186,8 +193,8 @@ def _ordered_steps(
     return tuple(order)
 
 
-def _workspace(graph: OpGraph, steps: Sequence[Step], bindings: Mapping[str, int]) -> WorkspaceLayout:
-    return plan_workspace(lifetimes(graph.tensors, [(s.reads, s.writes) for s in steps]), bindings)
+def _workspace(graph: OpGraph, steps: Sequence[Step], sizes: Sizes) -> WorkspaceLayout:
+    return plan_workspace(lifetimes(graph.tensors, [(s.reads, s.writes) for s in steps]), sizes)
 
 
 __all__ = ["left_unfused", "make_plan", "require_fused"]

@@ -10,7 +10,8 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .ir.dims import check_symbol, evaluate
+from ..kernels.cost import Sizes
+from .ir.dims import check_symbol
 from .ir.errors import WorkspaceError
 from .ir.graph import OpGraph
 from .ir.tensor import TensorSpec
@@ -36,25 +37,21 @@ class WorkspaceLayout:
 
     def offsets(self, bindings: Mapping[str, int]) -> dict[int, int]:
         """The first byte of each virtual tensor, by uid."""
+        sizes = Sizes(bindings)
         found: dict[int, int] = {}
         start = 0
         for slot in self.slots:
             found.update((t.uid, start) for t in slot)
-            start += _slot_bytes(slot, bindings)
+            start += _slot_bytes(slot, sizes)
         return found
 
     def nbytes(self, bindings: Mapping[str, int]) -> int:
         """Bytes of all slots, a multiple of ALIGNMENT."""
-        return sum(_slot_bytes(slot, bindings) for slot in self.slots)
+        return self.nbytes_at(Sizes(bindings))
 
-
-def span_bytes(tensor: TensorSpec, bindings: Mapping[str, int]) -> int:
-    """Bytes from the first to the last element of a tensor, gaps of its strides included; 0 for an empty one."""
-    shape = [evaluate(d, bindings) for d in tensor.dim]
-    if 0 in shape:
-        return 0
-    last = sum((d - 1) * evaluate(s, bindings) for d, s in zip(shape, tensor.stride, strict=True))
-    return -(-(last + 1) * tensor.data_type.info.bits // 8)
+    def nbytes_at(self, sizes: Sizes) -> int:
+        """The same, for sizes that are known."""
+        return sum(_slot_bytes(slot, sizes) for slot in self.slots)
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
@@ -82,8 +79,8 @@ def lifetimes(
     return [Lifetime(tensors[uid], start, last[uid]) for uid, start in first.items()]
 
 
-def plan_workspace(living: Sequence[Lifetime], bindings: Mapping[str, int]) -> WorkspaceLayout:
-    """Slots for tensors in order of writing; `bindings` decides only which free slot fits best, never what is right.
+def plan_workspace(living: Sequence[Lifetime], sizes: Sizes) -> WorkspaceLayout:
+    """Slots for tensors in order of writing; `sizes` decide only which free slot fits best, never what is right.
 
     A tensor takes the free slot that wastes least: the smallest that holds it, else the largest, which grows.
     """
@@ -94,7 +91,7 @@ def plan_workspace(living: Sequence[Lifetime], bindings: Mapping[str, int]) -> W
     for life in living:
         while busy and busy[0][0] < life.first:
             free.append(heapq.heappop(busy)[1])
-        need = span_bytes(life.tensor, bindings)
+        need = sizes.span(life.tensor)
         if free:
             chosen = min(free, key=lambda slot: (size[slot] < need, abs(size[slot] - need), slot))
             free.remove(chosen)
@@ -108,8 +105,8 @@ def plan_workspace(living: Sequence[Lifetime], bindings: Mapping[str, int]) -> W
     return WorkspaceLayout(tuple(tuple(slot) for slot in slots))
 
 
-def _slot_bytes(slot: Sequence[TensorSpec], bindings: Mapping[str, int]) -> int:
-    return aligned(max(span_bytes(t, bindings) for t in slot))
+def _slot_bytes(slot: Sequence[TensorSpec], sizes: Sizes) -> int:
+    return aligned(max(sizes.span(t) for t in slot))
 
 
 def workspace_bindings(graph: OpGraph, given: Mapping[str, int] | None) -> dict[str, int]:

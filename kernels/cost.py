@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..graph_ops.ir.dims import evaluate
+from ..graph_ops.ir.dims import Dim, evaluate
 from ..graph_ops.ir.graph import Node, OpGraph
 from ..graph_ops.ir.tensor import TensorSpec
 from .arch import Arch
@@ -80,21 +80,76 @@ def nominal_bindings(graph: OpGraph) -> dict[str, int]:
     return {atom.name: _nominal(atom.multiple_of, atom.maximum) for atom in graph.symbols}
 
 
-def node_estimate(graph: OpGraph, node: Node, arch: Arch, bindings: Mapping[str, int]) -> Estimate:
-    """One node, unfused: each distinct tensor moves once, an output that is accumulated into is also read."""
-    inputs = {uid: graph.tensors[uid] for _, uid in node.inputs}
-    outputs = {uid: graph.tensors[uid] for _, uid in node.outputs}
-    reread = [graph.tensors[uid] for port, uid in node.outputs if port in node.reads_output]
-    moved = (*inputs.values(), *outputs.values(), *reread)
-    return _roofline(_node_flops(graph, node, bindings), moved, UNFUSED_LAUNCHES.get(node.op, 2), arch, bindings)
+class Sizes:
+    """What dims and tensors come to at fixed symbol values. Each distinct dim and tensor is worked out once.
+
+    Keyed by identity, which is safe because everything seen is kept alive, and spares hashing expressions.
+    """
+
+    def __init__(self, bindings: Mapping[str, int]) -> None:
+        self.bindings = bindings
+        self._dims: dict[int, tuple[Dim, int]] = {}
+        self._bytes: dict[int, tuple[TensorSpec, int]] = {}
+        self._spans: dict[int, tuple[TensorSpec, int]] = {}
+
+    def of(self, dim: Dim) -> int:
+        """The extent or stride."""
+        if isinstance(dim, int):
+            return dim
+        held = self._dims.get(id(dim))
+        if held is None:
+            held = self._dims[id(dim)] = (dim, evaluate(dim, self.bindings))
+        return held[1]
+
+    def elements(self, tensor: TensorSpec) -> int:
+        """Elements of a tensor."""
+        count = 1
+        for dim in tensor.dim:
+            count *= self.of(dim)
+        return count
+
+    def nbytes(self, tensor: TensorSpec) -> int:
+        """Bytes of its data, gaps of its strides not counted."""
+        held = self._bytes.get(id(tensor))
+        if held is None:
+            size = -(-self.elements(tensor) * tensor.data_type.info.bits // 8)
+            held = self._bytes[id(tensor)] = (tensor, size)
+        return held[1]
+
+    def span(self, tensor: TensorSpec) -> int:
+        """Bytes from the first to the last element, gaps included; 0 for an empty tensor."""
+        held = self._spans.get(id(tensor))
+        if held is None:
+            last = 1
+            for dim, stride in zip(tensor.dim, tensor.stride, strict=True):
+                last += (self.of(dim) - 1) * self.of(stride)
+            size = -(-last * tensor.data_type.info.bits // 8) if self.elements(tensor) else 0
+            held = self._spans[id(tensor)] = (tensor, size)
+        return held[1]
+
+
+def node_estimate(
+    graph: OpGraph, node: Node, arch: Arch, bindings: Mapping[str, int], sizes: Sizes | None = None
+) -> Estimate:
+    """One node, unfused: each distinct tensor moves once, an output that is accumulated into is also read.
+
+    `sizes` of the same bindings spares repeated work over many nodes.
+    """
+    sizes = sizes or Sizes(bindings)
+    tensors = graph.tensors
+    moved = sum(sizes.nbytes(tensors[uid]) for uid in {uid for _, uid in (*node.inputs, *node.outputs)}
+                if tensors[uid].value is None)  # fmt: skip
+    moved += sum(sizes.nbytes(tensors[uid]) for port, uid in node.outputs if port in node.reads_output)
+    return _roofline(_node_flops(graph, node, sizes), moved, UNFUSED_LAUNCHES.get(node.op, 2), arch)
 
 
 def match_estimate(problem: Problem, arch: Arch, bindings: Mapping[str, int], *, launches: int = 1) -> Estimate:
     """One fused kernel: reads each input role once, writes each output role once, in `launches` launches."""
-    moved = list(problem.tensors.values())
+    sizes = Sizes(bindings)
+    moved = sum(sizes.nbytes(t) for t in problem.tensors.values() if t.value is None)
     if problem.attributes.get("accumulate"):
-        moved += [problem[role.name] for role in ROLES[problem.rule] if role.is_output and role.name in problem]
-    return _roofline(_match_flops(problem, bindings), moved, launches, arch, bindings)
+        moved += sum(sizes.nbytes(problem[r.name]) for r in ROLES[problem.rule] if r.is_output and r.name in problem)
+    return _roofline(_match_flops(problem, sizes), moved, launches, arch)
 
 
 def _nominal(multiple: int, maximum: int | None) -> int:
@@ -105,47 +160,39 @@ def _nominal(multiple: int, maximum: int | None) -> int:
     return value
 
 
-def _roofline(
-    flops: float, moved: Iterable[TensorSpec], launches: int, arch: Arch, bindings: Mapping[str, int]
-) -> Estimate:
-    size = sum(t.nbytes(bindings) for t in moved if not t.is_constant)
+def _roofline(flops: float, size: int, launches: int, arch: Arch) -> Estimate:
     seconds = max(flops / arch.bf16_flops, size / arch.memory_bytes_per_second) + launches * arch.launch_seconds
     return Estimate(float(flops), float(size), seconds, launches)
 
 
-def _node_flops(graph: OpGraph, node: Node, bindings: Mapping[str, int]) -> float:
-    inputs, outputs = graph.inputs_of(node), graph.outputs_of(node)
+def _node_flops(graph: OpGraph, node: Node, sizes: Sizes) -> float:
+    ports = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
     if node.op == "grouped_matmul":
-        return _matmul_flops(outputs["y"], inputs["a"], bindings)
+        return _matmul_flops(ports["y"], ports["a"], sizes)
     if node.op == "grouped_matmul_wgrad":
-        return _matmul_flops(inputs["a"], inputs["dy"], bindings)
-    largest = max(t.elements(bindings) for t in (*inputs.values(), *outputs.values()))
-    return FLOPS_PER_ELEMENT.get(node.op, 1) * largest
+        return _matmul_flops(ports["a"], ports["dy"], sizes)
+    return FLOPS_PER_ELEMENT.get(node.op, 1) * max(sizes.elements(t) for t in ports.values())
 
 
-def _match_flops(problem: Problem, bindings: Mapping[str, int]) -> float:
+def _match_flops(problem: Problem, sizes: Sizes) -> float:
     if problem.rule == "grouped_gemm_wgrad":
-        return _matmul_flops(problem["a"], problem["dy"], bindings)
+        return _matmul_flops(problem["a"], problem["dy"], sizes)
     written = [problem[r.name] for r in ROLES[problem.rule] if r.is_output and r.name in problem]
-    largest = max((t.elements(bindings) for t in (*written, *_saved(problem))), default=0)
+    read = [problem[role] for role in ("c", "x") if role in problem]
+    largest = max((sizes.elements(t) for t in (*written, *read)), default=0)
     per_element = {"grouped_gemm_dglu": FLOPS_PER_ELEMENT["glu_backward"], "grouped_gemm_glu": FLOPS_PER_ELEMENT["glu"]}
     quantized = sum(role in problem for role in ("q_row", "q_col")) * FLOPS_PER_ELEMENT["block_scale_quantize"]
     epilogue = (per_element.get(problem.rule, 0) + quantized) * largest
     if "b" not in problem:
         return epilogue
-    rows, columns = evaluate(problem["a"].dim[0], bindings), evaluate(problem["b"].dim[2], bindings)
-    return 2.0 * rows * columns * evaluate(problem["b"].dim[1], bindings) + epilogue
+    rows, (_, k, n) = problem["a"].dim[0], problem["b"].dim
+    return 2.0 * sizes.of(rows) * sizes.of(k) * sizes.of(n) + epilogue
 
 
-def _saved(problem: Problem) -> tuple[TensorSpec, ...]:
-    return tuple(problem[role] for role in ("c", "x") if role in problem)
-
-
-def _matmul_flops(left: TensorSpec, right: TensorSpec, bindings: Mapping[str, int]) -> float:
+def _matmul_flops(left: TensorSpec, right: TensorSpec, sizes: Sizes) -> float:
     """2*M*N*K for two of the three matrices, which share their rows M."""
-    rows = evaluate(left.dim[0], bindings)
-    return 2.0 * rows * evaluate(left.dim[1], bindings) * evaluate(right.dim[1], bindings)
+    return 2.0 * sizes.of(left.dim[0]) * sizes.of(left.dim[1]) * sizes.of(right.dim[1])
 
 
-__all__ = ["FLOPS_PER_ELEMENT", "NOMINAL_EXTENT", "UNFUSED_LAUNCHES", "Estimate", "match_estimate", "node_estimate",
-           "nominal_bindings"]  # fmt: skip
+__all__ = ["FLOPS_PER_ELEMENT", "NOMINAL_EXTENT", "UNFUSED_LAUNCHES", "Estimate", "Sizes", "match_estimate",
+           "node_estimate", "nominal_bindings"]  # fmt: skip
