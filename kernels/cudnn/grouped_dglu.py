@@ -206,12 +206,12 @@ class GroupedDglu:
         """Launches on torch's current stream and reads nothing back; the class checks each new signature of shapes.
 
         `b` is a tensor, and for discrete weights a sequence of (K, N) tensors or an int64 tensor of addresses on the
-        device. Rows at or past the last end offset are zero in every output. Raises VariantPackError where the
-        recomputed activation outgrows 32-bit indices, and ValueError where the class refuses a buffer.
+        device. Rows at or past the last end offset are zero in dprob and not written in d and activation. Raises
+        VariantPackError without a workspace, for a misaligned expert, and where the recomputed activation outgrows
+        32-bit indices; ValueError where the class refuses a buffer.
         """
         rows, configuration = self._rows(bindings), self.configuration
-        # The kernel adds into dprob and dbias, and leaves rows outside all groups untouched in the others.
-        for role in ("d", "activation", "dprob", "dbias"):
+        for role in support.ACCUMULATED:
             if role in self._problem:
                 _tensor(buffers[role]).zero_()
         if rows == 0:

@@ -29,6 +29,8 @@ MAX_EXPERTS = 1024
 ALIGNMENT, ACTIVATION_ALIGNMENT = 16, 32  # bytes; workspace pieces, where virtual tensors live, are aligned to more
 DBIAS_TILE_ROWS = 128
 STORED_TYPES = (DataType.BFLOAT16, DataType.HALF, DataType.FLOAT)
+ACCUMULATED = ("dprob", "dbias")
+"""Outputs that the kernel adds into: zeroed on the stream before each launch."""
 VECTOR_ROLES = ("offsets", "alpha", "beta", "prob", "dprob")
 QUANTIZED_ROLES = ("norm_const_row", "norm_const_col", "q_row", "sf_row", "q_col", "sf_col")
 
@@ -69,9 +71,9 @@ def b_major(problem: Problem) -> str | None:
 
 
 def launches(problem: Problem) -> int:
-    """Launches of one run: the kernel, for discrete weights their addresses and descriptors, zeroed outputs, and ones
-    where alpha, beta or prob is absent."""
-    zeroed = sum(role in problem for role in ("d", "activation", "dprob", "dbias"))
+    """Launches of one run: the kernel, for discrete weights their addresses and descriptors, zeroed accumulators, and
+    ones where alpha, beta or prob is absent."""
+    zeroed = sum(role in problem for role in ACCUMULATED)
     return 1 + 2 * problem["b"].discrete + zeroed + any(role not in problem for role in ("alpha", "beta", "prob"))
 
 

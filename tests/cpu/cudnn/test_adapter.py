@@ -208,8 +208,9 @@ def test_run_equals_the_oracle(emulated: list[Equations], name: str) -> None:
     live = ENDS[-1]
     for role, got in written.items():
         got, want = got.double(), oracle[role].double()
-        if role != "dbias":
-            assert (got[live:] == 0).all(), f"{role}: rows outside all groups are not zero (seed {seed})"
+        if role != "dbias":  # outside all groups: the accumulator's zeros, else what was there
+            outside = got[live:] == 0 if role == "dprob" else got[live:].isnan()
+            assert outside.all(), f"{role}: rows outside all groups (seed {seed})"
             got, want = got[:live], want[:live]
         # One rounding into 16 bits; float32 sums; bf16 sums of up to four 128-row tiles.
         bound = {"dprob": 1e-5, "dbias": 6 * 2.0**-8}.get(role, 2.0**-7)
@@ -297,11 +298,11 @@ def test_address_arrays_are_kept_for_the_latest_sets(emulated: list[Equations], 
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (dict(), 1 + 2 + 1),  # the kernel; d and dprob zeroed; ones
-        (dict(roles=("alpha", "beta", "prob")), 1 + 2),
-        (dict(without=("dprob",)), 1 + 1 + 1),
-        (dict(changes={"b": dict(discrete=True)}), 1 + 2 + 2 + 1),  # addresses and their descriptors
-        (dict(act="geglu", roles=("activation",)), 1 + 3 + 1),
+        (dict(), 1 + 1 + 1),  # the kernel; dprob zeroed; ones
+        (dict(roles=("alpha", "beta", "prob")), 1 + 1),
+        (dict(without=("dprob",)), 1 + 1),
+        (dict(changes={"b": dict(discrete=True)}), 1 + 2 + 1 + 1),  # addresses and their descriptors
+        (dict(roles=("dbias",)), 1 + 2 + 1),
     ],
 )
 def test_launches(make_problem, entry, case: dict, expected: int) -> None:
