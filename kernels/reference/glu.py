@@ -88,7 +88,7 @@ def layout_of(specs: Specs, port: str) -> GluLayout:
 
 
 def _probability(inputs: Values, like: torch.Tensor) -> torch.Tensor:
-    return inputs["prob"][:, None] if "prob" in inputs else torch.ones_like(like[:, :1])
+    return inputs["prob"].reshape(-1, 1) if "prob" in inputs else torch.ones_like(like[:, :1])
 
 
 def glu(inputs: Values, attributes: Mapping[str, Any], specs: Specs) -> dict[str, torch.Tensor]:

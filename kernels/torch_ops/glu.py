@@ -75,7 +75,7 @@ def glu(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any], specs: 
     gate, up = _gate_up(inputs["x"], layout_at(specs, "x"))
     g, u, _, _ = ACTIVATION[attributes["act"]](gate, up, attributes)
     y = g * u
-    outputs["y"].copy_(y * inputs["prob"][:, None] if "prob" in inputs else y)
+    outputs["y"].copy_(y * inputs["prob"].reshape(-1, 1) if "prob" in inputs else y)
 
 
 def glu_backward(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any], specs: Specs) -> None:
@@ -95,9 +95,9 @@ def glu_backward(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any]
         gate, up = gate * beta, up * beta
     g, u, gate_slope, up_slope = ACTIVATION[attributes["act"]](gate, up, attributes)
     unit = g * u
-    scaled = dy * inputs["prob"][:, None] if "prob" in inputs else dy
+    scaled = dy * inputs["prob"].reshape(-1, 1) if "prob" in inputs else dy
     dgate, dup, dprob = scaled * u * gate_slope, scaled * g * up_slope, (dy * unit).sum(dim=1)
-    activation = unit * inputs["prob"][:, None] if "prob" in inputs else unit
+    activation = unit * inputs["prob"].reshape(-1, 1) if "prob" in inputs else unit
     if unowned is not None:
         dgate, dup, activation = (t.masked_fill(unowned, 0) for t in (dgate, dup, activation))
         dprob = dprob.masked_fill(unowned[:, 0], 0)

@@ -80,7 +80,8 @@ def _check_parameters(attributes: Mapping[str, Any]) -> None:
 
 def _check_prob(inputs: Mapping[str, InferenceInput], rows: Dim, asked: str) -> None:
     if prob := inputs.get("prob"):
-        require(prob.dim == (rows,), "SHAPE", f"{asked} prob = {prob.name}", prob.dim, f"({rows},), one per row")
+        shapes = ((rows,), (rows, 1))
+        require(prob.dim in shapes, "SHAPE", f"{asked} prob = {prob.name}", prob.dim, f"({rows},) or ({rows}, 1), one per row")
 
 
 def _glu(inputs: Mapping[str, InferenceInput], attributes: Mapping[str, Any]) -> dict[str, Inferred]:
@@ -147,7 +148,7 @@ def _is_layout(value: Any) -> bool:
     return isinstance(value, str) and (value == "concatenated" or value.startswith("interleaved("))
 
 
-_PROB = Port("prob", "(M,) router probability of each row", (DataType.FLOAT,), optional=True)
+_PROB = Port("prob", "(M,) or (M, 1) router probability of each row", (DataType.FLOAT,), optional=True)
 
 GLU = OpSpec(
     name="glu",
