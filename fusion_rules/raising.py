@@ -302,7 +302,7 @@ def _misfit(view: GraphView, derived: frozenset[int], wanted: str, anchor: Node)
     ]
     if rounded:
         return _rounds(view, rounded, anchor)
-    return Reason(RAISE_FORM, f"the values that derive from {anchor.name} form no GLU", wanted, where=anchor.path)
+    return Reason(RAISE_FORM, f"the composition at {anchor.name} is another function", wanted, where=anchor.path)
 
 
 def _rounds(view: GraphView, uids: Sequence[int], anchor: Node) -> Reason:

@@ -81,7 +81,8 @@ def _check_parameters(attributes: Mapping[str, Any]) -> None:
 def _check_prob(inputs: Mapping[str, InferenceInput], rows: Dim, asked: str) -> None:
     if prob := inputs.get("prob"):
         shapes = ((rows,), (rows, 1))
-        require(prob.dim in shapes, "SHAPE", f"{asked} prob = {prob.name}", prob.dim, f"({rows},) or ({rows}, 1), one per row")
+        wanted = f"({rows},) or ({rows}, 1), one per row"
+        require(prob.dim in shapes, "SHAPE", f"{asked} prob = {prob.name}", prob.dim, wanted)
 
 
 def _glu(inputs: Mapping[str, InferenceInput], attributes: Mapping[str, Any]) -> dict[str, Inferred]:
