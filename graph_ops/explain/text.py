@@ -65,6 +65,8 @@ def _header(e: Explanation) -> Iterator[str]:
     nodes, fused = len(e.graph.nodes), e.fused_nodes
     if not e.may_fuse:
         yield f"{INDENT}unfused on request: {plural(nodes, 'node')}, each on its own"
+    elif not fused:
+        yield f"{INDENT}nothing fused: {plural(nodes, 'node')}, each on its own"
     else:
         kernels = plural(len(e.fused_steps), "fused kernel")
         yield f"{INDENT}{kernels} over {fused} of {plural(nodes, 'node')}; {nodes - fused} left unfused"

@@ -1,0 +1,65 @@
+"""The README is true: its example runs, its table is current, its commands and links exist."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from opfuse.fusion_rules.support import support_table
+from opfuse.graph_ops import cli
+from opfuse.graph_ops.support_text import markdown
+
+ROOT = Path(__file__).resolve().parents[3]
+README = ROOT / "README.md"
+TABLE = re.compile(r"(?<=<!-- support table -->\n).*?(?=<!-- end of support table -->)", re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_example_runs(capsys):
+    (example,) = blocks("python")
+    scope: dict = {}
+    exec(compile(example, str(README), "exec"), scope)
+    printed = capsys.readouterr().out
+    assert printed.startswith("Plan of fc2_dgrad on sm90\n") and "README.md:" in printed
+    assert printed.count("torch.float8_e4m3fn") == 2
+    out = scope["out"]
+    assert {n: tuple(out[n].shape) for n in out} == {
+        "q": (160, 512), "sf": (256, 16), "qt": (160, 512), "sft": (5, 512), "dprob": (160,), "dbias": (4, 512)
+    }  # fmt: skip
+    assert not out["dprob"][96:].any() and out["dprob"][:96].all(), "rows past the last offset are zero"
+    assert not out["dbias"][1].any() and out["dbias"][0].any(), "an empty expert sums to zero"
+
+
+def test_the_support_table_is_current():
+    wanted = markdown(support_table()) + "\n"
+    text = README.read_text()
+    if os.environ.get("OPFUSE_UPDATE_GOLDENS"):
+        README.write_text(TABLE.sub(lambda _: wanted, text))
+    (table,) = TABLE.findall(README.read_text())
+    assert table == wanted, "OPFUSE_UPDATE_GOLDENS=1 pytest tests/cpu/setup/test_readme.py writes it"
+
+
+def test_links_lead_to_what_is_there():
+    links = re.findall(r"\]\(([^)#]+)\)", README.read_text())
+    assert len(links) > 8
+    assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
+
+
+def test_there_are_two_set_up_commands_and_make_has_them():
+    commands = re.findall(r"^make (\w+)", blocks("sh")[0], re.MULTILINE)
+    assert commands == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{command}:", makefile, re.MULTILINE) for command in commands)
+
+
+@pytest.mark.parametrize("line", [line for block in blocks("sh")[1:] for line in block.splitlines()])
+def test_the_command_lines_work(capsys, monkeypatch, line):
+    monkeypatch.chdir(ROOT)
+    program, *arguments = line.split("#")[0].split()
+    assert program == "opfuse" and cli.main(arguments) == 0
+    assert capsys.readouterr().out.strip()
