@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ..graph_ops.ir.graph import Node, OpGraph
 from ..kernels.arch import Arch
 from ..kernels.condition import Reason
-from ..kernels.cost import match_estimate, node_estimate
+from ..kernels.cost import Sizes, match_estimate, node_estimate
 from .candidates import Candidate
 from .legality import CODES as LEGALITY_CODES
 from .legality import CONTRACTION_CYCLE, cyclic_groups
@@ -51,36 +49,18 @@ class Weighed:
 
 def weigh(candidates: Sequence[Candidate], view: GraphView, arch: Arch, bindings: Mapping[str, int]) -> list[Weighed]:
     """Every candidate with its estimates on `arch` at `bindings`."""
-    like: dict[Any, float] = {}  # seconds of nodes and fusions that differ in names only
+    sizes = Sizes(bindings)
     seconds: dict[int, float] = {}
-    keys: dict[int, Any] = {}
     found = []
     for candidate in candidates:
-        cover, kernel = candidate.cover, candidate.kernel
+        cover = candidate.cover
         for index in cover.nodes:
-            if index not in keys:
-                node = view.nodes[index]
-                key = keys[index] = _shape_key(view.graph, node)
-                if key not in like:
-                    like[key] = node_estimate(view.graph, node, arch, bindings).seconds
-                seconds[index] = like[key]
-        fused_key = (kernel.id, cover.attached, tuple(cover.roles), tuple(keys[i] for i in cover.nodes))
-        if fused_key not in like:
-            launches = kernel.launches(cover.problem)
-            like[fused_key] = match_estimate(cover.problem, arch, bindings, launches=launches).seconds
-        found.append(Weighed(candidate, like[fused_key], sum(seconds[i] for i in cover.nodes)))
+            if index not in seconds:
+                seconds[index] = node_estimate(view.graph, view.nodes[index], arch, bindings, sizes).seconds
+        launches = candidate.kernel.launches(cover.problem)
+        fused = match_estimate(cover.problem, arch, bindings, launches=launches, sizes=sizes).seconds
+        found.append(Weighed(candidate, fused, sum(map(seconds.__getitem__, cover.nodes))))
     return found
-
-
-def _shape_key(graph: OpGraph, node: Node) -> Any:
-    """What an estimate of `node` depends on: equal keys, equal estimates. The outputs' shapes follow from these."""
-    tensors = graph.tensors
-    shapes = tuple(
-        (port, id(t.data_type), t.value is None, *(d if isinstance(d, int) else -id(d) for d in t.dim))
-        for port, t in ((p, tensors[uid]) for p, uid in node.inputs)
-    )
-    same = len({uid for _, uid in node.inputs})
-    return node.op, node.attributes, shapes, same, tuple(id(tensors[uid].data_type) for _, uid in node.outputs)
 
 
 def choose(

@@ -143,9 +143,14 @@ def node_estimate(
     return _roofline(_node_flops(graph, node, sizes), moved, UNFUSED_LAUNCHES.get(node.op, 2), arch)
 
 
-def match_estimate(problem: Problem, arch: Arch, bindings: Mapping[str, int], *, launches: int = 1) -> Estimate:
-    """One fused kernel: reads each input role once, writes each output role once, in `launches` launches."""
-    sizes = Sizes(bindings)
+def match_estimate(
+    problem: Problem, arch: Arch, bindings: Mapping[str, int], *, launches: int = 1, sizes: Sizes | None = None
+) -> Estimate:
+    """One fused kernel: reads each input role once, writes each output role once, in `launches` launches.
+
+    `sizes` of the same bindings spares repeated work over many kernels.
+    """
+    sizes = sizes or Sizes(bindings)
     moved = sum(sizes.nbytes(t) for t in problem.tensors.values() if t.value is None)
     if problem.attributes.get("accumulate"):
         moved += sum(sizes.nbytes(problem[r.name]) for r in ROLES[problem.rule] if r.is_output and r.name in problem)
