@@ -112,16 +112,17 @@ def stored_shape(spec: TensorSpec) -> tuple[int, ...]:
 def poisoned(spec: TensorSpec, strided: bool = False) -> tuple[torch.Tensor, Callable[[], bool]]:
     """An output full of NaN (bytes: 0xFF), and a check that the memory around it stays as it was."""
     shape, dtype = stored_shape(spec), torch_type(spec.data_type)
-    room = (*shape[:-1], shape[-1] + 3) if strided and shape else shape
-    memory = torch.empty(room, dtype=dtype)
+    gap = 3 if strided and shape else 0
+    memory = torch.empty((*shape[:-1], shape[-1] + gap) if shape else (), dtype=dtype)
     raw = memory.view(torch.uint8) if dtype.itemsize == 1 else memory
     raw.fill_(1 if dtype is torch.bool else 0xFF if dtype.itemsize == 1 else math.nan)
     before = raw.clone()
-    out = memory[..., : shape[-1]] if shape else memory
+    out = memory[..., : shape[-1]] if gap else memory
 
     def untouched() -> bool:
-        gap, was = (t[..., shape[-1] if shape else 0 :] for t in (raw, before)) if shape else (raw, raw)
-        return not strided or torch.equal(gap.view(torch.uint8), was.view(torch.uint8))
+        return not gap or (torch.equal(raw[..., shape[-1] :].isnan(), before[..., shape[-1] :].isnan()) and (
+            dtype.itemsize > 1 or torch.equal(raw[..., shape[-1] :], before[..., shape[-1] :])
+        ))  # fmt: skip
 
     return out, untouched
 
