@@ -198,7 +198,7 @@ def _bind_ports(
 def _attach(pattern: Pattern, view: GraphView, nodes: dict[str, int], values: dict[str, int]) -> Match:
     if not pattern.attachments:
         return Match(pattern, nodes, values)
-    nodes, values = dict(nodes), dict(values)
+    nodes, bound = dict(nodes), dict(values)
     attached: list[str] = []
     left: dict[int, Reason] = {}
     for wanted, reach in zip(pattern.attachments, pattern.attachment_reaches, strict=True):
@@ -208,20 +208,18 @@ def _attach(pattern: Pattern, view: GraphView, nodes: dict[str, int], values: di
             node = use.node
             if node.op != wanted.op or node.index in nodes.values():
                 continue
-            if wanted.label in nodes:
-                left.setdefault(node.index, _reason(view, NODE_TAKEN, node, wanted))
-                continue
             trace = Trace()
-            bound = next(iter(_bind(wanted, node, values, trace, ())), None)
-            if bound is None:
-                left[node.index] = trace.reason(view)
+            found = _bind(wanted, node, values, trace, ())
+            if not found:
+                left.setdefault(node.index, trace.reason(view))
+            elif wanted.label in nodes:
+                left[node.index] = _reason(view, NODE_TAKEN, node, wanted)
             else:
                 nodes[wanted.label] = node.index
-                values = bound
+                bound.update(found[0])
                 attached.append(wanted.label)
-                left.pop(node.index, None)
     taken = set(nodes.values())
-    return Match(pattern, nodes, values, tuple(attached), tuple((i, r) for i, r in left.items() if i not in taken))
+    return Match(pattern, nodes, bound, tuple(attached), tuple((i, r) for i, r in left.items() if i not in taken))
 
 
 def _reason(view: GraphView, code: str, *details: Any) -> Reason:
