@@ -31,7 +31,7 @@ pytest: $(READY)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --benchmark-disable $(PYTEST_ARGS)
 
 lint: $(READY)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --output-format concise .
 	$(BIN)/mypy
 
 # The kernels' packages exist for Linux only, and not for every interpreter: without them the tests that compile
