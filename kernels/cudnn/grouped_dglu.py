@@ -84,6 +84,7 @@ class Argument:
     data_type: DataType
 
 
+@lru_cache(maxsize=1024)
 def arguments(configuration: DgluConfiguration, rows: int) -> tuple[Argument, ...]:
     """The operands for `rows` rows, as NVIDIA's page of the kernel has them (N-major weights: as its code does)."""
     m, k, n, experts = rows, configuration.k, configuration.n, configuration.experts

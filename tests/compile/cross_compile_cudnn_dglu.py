@@ -1,6 +1,7 @@
-"""Builds the BF16 dGLU adapter for sm_100a on a machine without a GPU, and prints what came out as JSON.
+"""Builds the BF16 dGLU adapter for sm_100a or sm_103a on a machine without a GPU, and prints the outcome as JSON.
 
-A program of its own, since the DSL reads its target from the environment when it is imported. Usage: DUMP_FOLDER.
+A program of its own, since the DSL reads its target from the environment when it is imported.
+Usage: DUMP_FOLDER ARCH [CASE ...].
 Torch's questions about the device get a B200's answers; the rest is the code that runs on one.
 """
 
@@ -73,8 +74,8 @@ def build(name: str) -> dict:
     }
 
 
-def main(folder: str) -> None:
-    os.environ |= {"CUTE_DSL_ARCH": "sm_100a", "CUTE_DSL_KEEP_PTX": "1", "CUTE_DSL_DUMP_DIR": folder}
+def main(folder: str, arch: str, cases: list[str]) -> None:
+    os.environ |= {"CUTE_DSL_ARCH": arch, "CUTE_DSL_KEEP_PTX": "1", "CUTE_DSL_DUMP_DIR": folder}
     import cutlass
 
     info = mock.Mock()
@@ -86,16 +87,16 @@ def main(folder: str) -> None:
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (10, 0)),
     ):
-        for name in CASES:
+        for name in cases or CASES:
             for old in Path(folder).glob("*.ptx"):
                 old.unlink()
             results[name] = build(name)
             text = "".join(f.read_text() for f in Path(folder).glob("*.ptx"))
-            marks = (".target sm_100a", "tcgen05.mma", "red.global.add.noftz.bf16x2")
+            marks = (f".target {arch}", "tcgen05.mma", "red.global.add.noftz.bf16x2")
             results[name]["ptx"] = {mark: mark in text for mark in marks}
     print(json.dumps(results))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

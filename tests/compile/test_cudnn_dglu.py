@@ -1,4 +1,4 @@
-"""The BF16 dGLU adapter cross-compiles for sm_100a without a GPU, in each mode that it serves."""
+"""The BF16 dGLU adapter cross-compiles for sm_100a and sm_103a without a GPU, in each mode that it serves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,18 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What the program compiled, by case."""
-    folder = tmp_path_factory.mktemp("ptx")
-    done = subprocess.run([sys.executable, str(PROGRAM), str(folder)], capture_output=True, text=True, timeout=300)
+def compile_for(arch: str, folder: Path, *cases: str) -> dict[str, dict[str, Any]]:
+    """What the program compiled, by case; all cases unless some are named."""
+    command = [sys.executable, str(PROGRAM), str(folder), arch, *cases]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return compile_for("sm_100a", tmp_path_factory.mktemp("ptx"))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +49,11 @@ def test_compiles_for_sm100a(built: dict, case: str) -> None:
     assert result["reasons"] == []
     assert result["ptx"][".target sm_100a"] and result["ptx"]["tcgen05.mma"], result
     assert result["ptx"]["red.global.add.noftz.bf16x2"] == ("dbias" in case), "bf16 atomics belong to dbias alone"
+
+
+def test_compiles_for_sm103a(tmp_path: Path) -> None:
+    result = compile_for("sm_103a", tmp_path, "dense_geglu_dbias")["dense_geglu_dbias"]
+    assert result["reasons"] == [] and all(result["ptx"].values()), result
 
 
 def test_workspace_has_what_the_graph_does_not_give(built: dict) -> None:
