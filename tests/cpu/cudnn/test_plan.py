@@ -92,12 +92,6 @@ def test_plan_says_what_is_missing(entry, graph: dict[str, Any], code: str) -> N
     assert code in {r.code for v in report.verdicts if v.kernel == KERNEL for r in v.reasons}
 
 
-def test_deterministic_graph_without_dprob_is_served(entry) -> None:
-    """The gradient itself has no atomics."""
-    report = fuse(dglu_graph(deterministic=True, outputs=("d",)), ARCHES["sm100"], kernels=(entry,))
-    assert [m.kernel for m in report.matches] == [KERNEL]
-
-
 def test_dbias_of_an_unrounded_gradient_is_absorbed(entry) -> None:
     graph = dglu_graph(gradient=F32, outputs=("dprob", "dbias"), round_later=True)
     (match,) = fuse(graph, ARCHES["sm100"], kernels=(entry,)).matches
