@@ -1,0 +1,247 @@
+"""Trains a small byte-level mixture-of-experts language model whose expert MLP runs forward and backward in opfuse.
+
+Beside it trains the same model in plain torch, from the same seed on the same batches: the gradients of the first
+step and the loss of every step must agree. Exits with 1 if they do not, or if the loss does not fall.
+
+    python samples/train_tiny_moe.py [FILE] [--steps 300] [--backend opfuse] [--loss-json losses.json]
+
+Axis letters: B sequences, S bytes of each, T = B * S tokens, V byte values, H hidden, I intermediate, L experts,
+M rows of the experts (two per token, and padding).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from moe_data import combine, dispatch, plain_expert_mlp, read_text, route, row_prob
+from opfuse.graph_ops import DataType
+from progress import progress_bar
+from torch import nn
+from usual_graphs import Sizes, expert_mlp_backward, expert_mlp_forward
+
+V, S, B, TOP_K, HEADS = 256, 64, 8, 2, 4
+SIZES = Sizes(H=64, I=64, L=4, rows=16, data_type=DataType.FLOAT)
+LEARNING_RATE = 3e-3
+
+GRADIENT_BOUND = 1e-5  # of each parameter in the first step: difference relative to the gradient's norm
+LOSS_BOUND = 1e-3  # nats: float32 sums in another order drift apart as training goes on
+LEAST_FALL = 0.5  # nats, from the first tenth of the steps to the last
+
+ExpertMLP = Callable[..., torch.Tensor]
+"""x (M, H), w1 (L, H, 2I), b1 (L, 2I), w2 (L, I, H), prob (M,), offsets (L,) -> y (M, H)."""
+
+
+class OpfuseExpertMLP:
+    """The expert MLP as two graphs, each built once: their M is bound anew by every call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.forward, self.backward = expert_mlp_forward(SIZES), expert_mlp_backward(SIZES)
+        self.forward.build(device=device)
+        self.backward.build(device=device)
+
+    def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _ExpertMLPFunction.apply(self, *arguments)
+        return y
+
+
+class _ExpertMLPFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        graphs: OpfuseExpertMLP,
+        x: torch.Tensor,  # (M, H)
+        w1: torch.Tensor,  # (L, H, 2I)
+        b1: torch.Tensor,  # (L, 2I)
+        w2: torch.Tensor,  # (L, I, H)
+        prob: torch.Tensor,  # (M,)
+        offsets: torch.Tensor,  # (L,)
+    ) -> torch.Tensor:
+        out = graphs.forward({"x": x, "w1": w1, "b1": b1, "w2": w2, "prob": prob, "offsets": offsets})
+        ctx.graphs = graphs
+        ctx.save_for_backward(x, w1, w2, prob, offsets, out["h"], out["act"])
+        return out["y"]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w1, w2, prob, offsets, h, act = ctx.saved_tensors
+        w1_t, w2_t = w1.transpose(1, 2), w2.transpose(1, 2)  # (L, 2I, H), (L, H, I): views
+        d = ctx.graphs.backward({"dy": dy.contiguous(), "x": x, "h": h, "act": act, "w1_t": w1_t, "w2_t": w2_t,
+                                 "prob": prob, "offsets": offsets})  # fmt: skip
+        return None, d["dx"], d["dw1"], d["db1"], d["dw2"], d["dprob"], None
+
+
+def torch_expert_mlp(*arguments: torch.Tensor) -> torch.Tensor:
+    return plain_expert_mlp(*arguments)["y"]
+
+
+class TinyMoE(nn.Module):
+    """One transformer block over bytes: causal attention, then a mixture of experts with a top-2 router."""
+
+    def __init__(self, expert_mlp: ExpertMLP) -> None:
+        super().__init__()
+        H, I, L = SIZES.H, SIZES.I, SIZES.L
+        self.expert_mlp = expert_mlp
+        self.embedding = nn.Embedding(V, H)
+        self.position = nn.Embedding(S, H)
+        self.attention_norm, self.moe_norm, self.head_norm = nn.LayerNorm(H), nn.LayerNorm(H), nn.LayerNorm(H)
+        self.qkv, self.project = nn.Linear(H, 3 * H), nn.Linear(H, H)
+        self.router = nn.Linear(H, L, bias=False)
+        self.w1 = nn.Parameter(torch.randn(L, H, 2 * I) * H**-0.5)
+        self.b1 = nn.Parameter(torch.zeros(L, 2 * I))
+        self.w2 = nn.Parameter(torch.randn(L, I, H) * I**-0.5)
+        self.head = nn.Linear(H, V)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(B, S) bytes -> (B, S, V) logits of the byte after each."""
+        x = self.embedding(ids) + self.position.weight[: ids.shape[1]]  # (B, S, H)
+        x = x + self.attend(self.attention_norm(x))
+        x = x + self.mix_experts(self.moe_norm(x).flatten(0, 1)).view_as(x)
+        return self.head(self.head_norm(x))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (B, heads, S, H / heads) each
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.project(out.transpose(1, 2).flatten(2))  # (B, S, H)
+
+    def mix_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, H) -> (T, H)."""
+        routing = route(self.router(x), TOP_K, SIZES.rows)
+        rows, prob = dispatch(x, routing), row_prob(routing)  # (M, H), (M,)
+        y = self.expert_mlp(rows, self.w1, self.b1, self.w2, prob, routing.offsets)  # (M, H)
+        return combine(y, routing)
+
+
+class Run:
+    """A model in training and its losses."""
+
+    def __init__(self, expert_mlp: ExpertMLP, device: torch.device, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = TinyMoE(expert_mlp).to(device)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
+        self.losses: list[float] = []
+
+    def step(self, ids: torch.Tensor) -> None:
+        """One step of training on (B, S + 1) bytes."""
+        logits = self.model(ids[:, :-1])  # (B, S, V)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())
+
+
+class Batches:
+    """Random stretches of a text, of another length in each batch."""
+
+    def __init__(self, text: bytes, device: torch.device, seed: int) -> None:
+        self.ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        self.device = device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def next(self) -> torch.Tensor:
+        """(B, S' + 1) bytes, S' from S / 2 to S."""
+        length = int(torch.randint(S // 2, S + 1, (), generator=self.generator)) + 1
+        starts = torch.randint(len(self.ids) - length + 1, (B,), generator=self.generator)  # (B,)
+        return torch.stack([self.ids[start : start + length] for start in starts.tolist()]).to(self.device)
+
+
+def main() -> int:
+    options = arguments()
+    device, text = torch.device(options.device), read_text(options.file)
+    if len(text) <= S:
+        print(f"the text has {len(text)} bytes; at least {S + 1} are needed", file=sys.stderr)
+        return 2
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # matrices this small only wait for more
+    runs = {}
+    if options.backend in ("torch", "both"):
+        runs["torch"] = Run(torch_expert_mlp, device, options.seed)
+    if options.backend in ("opfuse", "both"):
+        runs["opfuse"] = Run(OpfuseExpertMLP(device), device, options.seed)
+
+    failures = train(runs, Batches(text, device, options.seed), options.steps)
+    if options.loss_json:
+        losses = {name: run.losses for name, run in runs.items()}
+        Path(options.loss_json).write_text(json.dumps(losses, indent=1) + "\n")
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    print(f"{len(failures)} checks failed" if failures else "all checks passed")
+    return 1 if failures else 0
+
+
+def train(runs: dict[str, Run], batches: Batches, steps: int) -> list[str]:
+    """Trains every run on the same batches; prints losses, returns what is out of bounds."""
+    failures: list[str] = []
+    start = time.perf_counter()
+    print(f"{'step':>6}" + "".join(f" {name + ' loss':>12}" for name in runs))
+    with progress_bar(steps, "training") as bar:
+        for step in range(1, steps + 1):
+            ids = batches.next()
+            for run in runs.values():
+                run.step(ids)
+            if step == 1 and len(runs) == 2:
+                failures += compare_gradients(runs["torch"].model, runs["opfuse"].model)
+            losses = "".join(f" {run.losses[-1]:12.6f}" for run in runs.values())
+            bar.advance(f"loss{losses}")
+            if step in (1, steps) or step % max(1, steps // 10) == 0:
+                bar.say(f"{step:6}{losses}")
+    print(f"{steps} steps in {time.perf_counter() - start:.1f} s")
+    if len(runs) == 2:
+        failures += compare_losses(runs["torch"].losses, runs["opfuse"].losses)
+    for name, run in runs.items():
+        failures += check_fall(name, run.losses)
+    return failures
+
+
+def compare_gradients(plain: nn.Module, fused: nn.Module) -> list[str]:
+    """The first step's gradients of every parameter: those before the experts too, which see dx and dprob."""
+    failures, largest = [], 0.0
+    for (name, a), (_, b) in zip(plain.named_parameters(), fused.named_parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        difference = ((b.grad - a.grad).norm() / a.grad.norm()).item()
+        largest = max(largest, difference)
+        if not difference <= GRADIENT_BOUND:
+            failures.append(f"gradient of {name}: relative difference {difference:.1e}, bound {GRADIENT_BOUND:.0e}")
+    print(f"gradients of the first step: largest relative difference {largest:.1e} (bound {GRADIENT_BOUND:.0e})")
+    return failures
+
+
+def compare_losses(plain: list[float], fused: list[float]) -> list[str]:
+    differences = [abs(a - b) for a, b in zip(plain, fused, strict=True)]
+    print(f"losses: largest difference in a step {max(differences):.1e} (bound {LOSS_BOUND:.0e})")
+    return [f"loss of step {step}: differs by {difference:.1e}, bound {LOSS_BOUND:.0e}"
+            for step, difference in enumerate(differences, 1) if not difference <= LOSS_BOUND]  # fmt: skip
+
+
+def check_fall(name: str, losses: list[float]) -> list[str]:
+    tenth = len(losses) // 10
+    if tenth < 2:
+        print(f"{name}: fewer than 20 steps, so its loss need not fall")
+        return []
+    first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+    print(f"{name}: mean loss of the first tenth of the steps {first:.3f}, of the last {last:.3f}")
+    if first - last >= LEAST_FALL:
+        return []
+    return [f"{name}: the loss fell from {first:.3f} to {last:.3f}, by less than {LEAST_FALL}"]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", help="text to learn; by default the help texts that come with Python")
+    parser.add_argument("--backend", choices=("torch", "opfuse", "both"), default="both")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--loss-json", metavar="PATH", help="write the loss of every step of every backend")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

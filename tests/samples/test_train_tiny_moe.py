@@ -1,0 +1,136 @@
+"""The small language model: learns, agrees with plain torch step by step, and fails when a gradient is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+BOUND = 1e-3
+
+
+def test_both_backends_learn_and_agree(run_sample, tmp_path):
+    path = tmp_path / "losses.json"
+    done = run_sample("train_tiny_moe.py", "--steps", "60", "--loss-json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all checks passed" in done.stdout
+    assert done.stderr == "", "the progress bar is for terminals"
+    losses = json.loads(path.read_text())
+    assert list(losses) == ["torch", "opfuse"]
+    assert len(losses["torch"]) == len(losses["opfuse"]) == 60
+    assert max(abs(a - b) for a, b in zip(losses["torch"], losses["opfuse"], strict=True)) <= BOUND
+    for curve in losses.values():
+        assert sum(curve[:6]) / 6 - sum(curve[-6:]) / 6 > 1.0
+
+
+@pytest.mark.parametrize("backend", ["torch", "opfuse"])
+def test_one_backend_alone(backend, run_sample, tmp_path):
+    path = tmp_path / "losses.json"
+    done = run_sample("train_tiny_moe.py", "--steps", "2", "--backend", backend, "--loss-json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(json.loads(path.read_text())) == [backend]
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_a_progress_bar_shows_on_a_terminal(rich, samples_folder, environment, tmp_path):
+    pty = pytest.importorskip("pty")
+    if rich:
+        pytest.importorskip("rich")
+    hide = "" if rich else "sys.modules['rich'] = None; "
+    code = f"import sys, runpy; {hide}sys.argv[1:] = ['--steps', '3', '--backend', 'torch', '--device', 'cpu']; "
+    code += f"sys.path.insert(0, {str(samples_folder)!r}); runpy.run_module('train_tiny_moe', run_name='__main__')"
+    terminal, stderr = pty.openpty()
+    with open(tmp_path / "stdout", "w") as stdout:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=stdout, stderr=stderr,
+                                   env={**environment, "TERM": "xterm", "COLUMNS": "120"})  # fmt: skip
+    os.close(stderr)
+    drawn = read_to_end(terminal)
+    assert process.wait(60) == 0, drawn
+    assert "training" in drawn
+    assert "3/3" in drawn
+    lines = (tmp_path / "stdout").read_text().splitlines()
+    assert lines[-1] == "all checks passed"
+    assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
+
+
+def read_to_end(terminal: int) -> str:
+    """Everything that is drawn until the last writer leaves, which Linux reports as an error."""
+    drawn = b""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(terminal, 4096):
+            drawn += chunk
+    os.close(terminal)
+    return drawn.decode()
+
+
+@pytest.fixture
+def train(load_sample, monkeypatch):
+    """The sample, and run(steps) -> its exit status."""
+    sample = load_sample("train_tiny_moe")
+    threads = torch.get_num_threads()
+
+    def run(steps: int) -> int:
+        monkeypatch.setattr("sys.argv", ["train_tiny_moe.py", "--device", "cpu", "--steps", str(steps)])
+        return sample.main()
+
+    yield sample, run
+    torch.set_num_threads(threads)
+
+
+def test_fails_on_a_wrong_derivative(train, monkeypatch, capsys):
+    sample, run = train
+    backward = sample.expert_mlp_backward
+    monkeypatch.setattr(sample, "expert_mlp_backward", lambda s: backward(dataclasses.replace(s, act="situglu")))
+    assert run(1) == 1
+    assert "FAILED: gradient of w1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [("dx", "qkv.weight"), ("dw1", "w1"), ("db1", "b1"), ("dw2", "w2"), ("dprob", "router.weight")],
+)
+def test_fails_on_a_gradient_that_is_a_tenth_of_a_percent_off(name, parameter, train, monkeypatch, capsys):
+    sample, run = train
+
+    class Spoiled(sample.OpfuseExpertMLP):
+        def __init__(self, device):
+            super().__init__(device)
+            right = self.backward
+            self.backward = lambda pack: {**(out := right(pack)), name: out[name] * 1.001}
+
+    monkeypatch.setattr(sample, "OpfuseExpertMLP", Spoiled)
+    assert run(1) == 1
+    assert f"FAILED: gradient of {parameter}" in capsys.readouterr().err
+
+
+def test_fails_when_the_loss_does_not_fall(train, monkeypatch, capsys):
+    sample, run = train
+    monkeypatch.setattr(sample, "LEARNING_RATE", 0.0)
+    assert run(20) == 1
+    assert "the loss fell from" in capsys.readouterr().err
+
+
+def test_c87_c88_losses_repeat_bitwise(load_sample):
+    """The combine is a view and a sum, the dispatch an expand and a copy: no scatter meets one index twice."""
+    sample = load_sample("train_tiny_moe")
+    expert_mlp = sample.OpfuseExpertMLP(torch.device("cpu"))
+    curves = set()
+    for _ in range(20):
+        run = sample.Run(expert_mlp, torch.device("cpu"), seed=5)
+        batches = sample.Batches(load_sample("moe_data").read_text(), torch.device("cpu"), seed=5)
+        for _ in range(3):
+            run.step(batches.next())
+        curves.add(tuple(run.losses))
+    assert len(curves) == 1
+
+
+def test_one_build_serves_every_token_count(load_sample):
+    sample = load_sample("train_tiny_moe")
+    batches = sample.Batches(load_sample("moe_data").read_text(), torch.device("cpu"), seed=0)
+    assert len({batches.next().shape[1] for _ in range(10)}) > 3
