@@ -22,7 +22,7 @@ def group_sum(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any], s
         y.zero_()
         return
     tiles = make_tiles(offsets, x.shape[0], SUM_TILE)
-    y.copy_(tiles.sum(tiles.gather(x).sum(dim=1, dtype=torch.float32)))
+    y.copy_(tiles.sum(tiles.gather_zeroed(x).sum(dim=1, dtype=torch.float32)))
 
 
 def _amax_of_rows(x: torch.Tensor) -> torch.Tensor:

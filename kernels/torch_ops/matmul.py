@@ -117,7 +117,7 @@ def tiled_matmul(a: torch.Tensor, b: torch.Tensor, tiles: Tiles, owners: torch.T
 
 def tiled_wgrad(a: torch.Tensor, dy: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     """(M, K), (M, N) -> float32 (L, K, N): a batched matmul over tiles, then the sum of each expert's tiles."""
-    return tiles.sum(float32_bmm(tiles.gather(a).transpose(1, 2), tiles.gather(dy)))
+    return tiles.sum(float32_bmm(tiles.gather_zeroed(a).transpose(1, 2), tiles.gather_zeroed(dy)))
 
 
 def grouped_matmul(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any], specs: Specs) -> None:

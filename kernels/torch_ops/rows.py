@@ -66,9 +66,12 @@ class Tiles:
         return self.rows.shape[1]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """(M, C) -> (T, height, C), zero where a slot is empty, in the dtype of x."""
-        found = x.index_select(0, self.rows.flatten()).view(*self.rows.shape, x.shape[1])
-        return found.masked_fill_(self.empty[:, :, None], 0)
+        """(M, C) -> (T, height, C) in the dtype of x; an empty slot holds some row of x, whatever its expert."""
+        return x.index_select(0, self.rows.flatten()).view(*self.rows.shape, x.shape[1])
+
+    def gather_zeroed(self, x: torch.Tensor) -> torch.Tensor:
+        """As `gather`, with zero in empty slots: for sums over the rows of a tile."""
+        return self.gather(x).masked_fill_(self.empty[:, :, None], 0)
 
     def scatter(self, x: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
         """(T, height, C) -> (M, C), zero for rows outside every group; `owners` (M,) as `owner` gives them."""
