@@ -67,14 +67,14 @@ def main() -> int:
         return 2
     data_type = DATA_TYPES[options.data_type]
     s = Sizes(H=options.hidden, I=options.intermediate, L=options.experts, act=options.act, data_type=data_type)
-    layer = make_layer(text, tokens, options.top_k, s, device, options.seed)
-    print(f"{tokens} bytes of text, top-{options.top_k} of {s.L} experts: {layer.routing.rows} rows with padding\n"
-          f"H = {s.H}, I = {s.I}, {s.act}, {s.data_type!r}, on {device}")  # fmt: skip
-
     graphs = {mode: {name: make(s) for name, make in GRAPHS.items()} for mode in ("planned", "unfused")}
     for mode, made in graphs.items():
         for graph in made.values():
             graph.build(device=device, fused=mode == "planned")
+    layer = make_layer(text, tokens, options.top_k, s, device, options.seed)
+
+    print(f"{tokens} bytes of text, top-{options.top_k} of {s.L} experts: {layer.routing.rows} rows with padding\n"
+          f"H = {s.H}, I = {s.I}, {s.act}, {s.data_type!r}, on {device}")  # fmt: skip
     for name, graph in graphs["planned"].items():
         for arch in dict.fromkeys(("sm90", "sm100", *([graph.plan.arch] if device.type == "cuda" else []))):
             print(f"\n=== {name} on {arch}\n{graph.explain(arch=arch)}")
@@ -95,7 +95,6 @@ def main() -> int:
 def make_layer(text: bytes, tokens: int, top_k: int, s: Sizes, device: torch.device, seed: int) -> Layer:
     """Embeds each byte with the one before it, routes it, and permutes the rows by expert; weights from `seed`."""
     generator = torch.Generator().manual_seed(seed)
-
     dtype = getattr(torch, s.data_type.info.torch_name)
 
     def normal(*shape: int, scale: float) -> torch.Tensor:
