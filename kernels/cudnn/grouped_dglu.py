@@ -251,6 +251,7 @@ class GroupedDglu:
         """The (L,) int64 addresses on the device: as given, or copied there from a pinned array kept per address set.
 
         A pinned array that a capture used is kept for the kernel's life, since the graph reads it at every replay.
+        Run once with the same experts before a capture: pinning new memory is not allowed inside one.
         """
         if isinstance(b, torch.Tensor):
             return b
