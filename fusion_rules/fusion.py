@@ -12,7 +12,7 @@ from ..kernels.cost import nominal_bindings
 from ..kernels.registry import KERNELS, KernelEntry
 from .candidates import Candidate, judge
 from .choice import choose, weigh
-from .matcher import Match, Trace, matches
+from .matcher import CLOSE, Match, Trace, matches
 from .raising import RAISES, raise_graph, unraised
 from .rule import Rule
 from .rules import RULES
@@ -113,12 +113,14 @@ def _at(
     rule: Rule, anchor: Node, kernels: Sequence[KernelEntry], view: GraphView, arch: Arch
 ) -> tuple[list[Candidate], list[Verdict]]:
     """The candidates of one rule at one anchor, and what there is to say of the rest."""
-    nearest = Trace()
+    misses: list[Trace] = []
     candidates: list[Candidate] = []
     verdicts: list[Verdict] = []
     seen: set[tuple[int, ...]] = set()
     for pattern in rule.patterns:
-        for match in matches(pattern, view, anchor, nearest):
+        trace, found_any = Trace(), False
+        for match in matches(pattern, view, anchor, trace):
+            found_any = True
             nodes = tuple(sorted(match.nodes.values()))
             if nodes in seen:
                 continue
@@ -127,7 +129,11 @@ def _at(
             candidates.extend(found)
             verdicts.extend(said)
             verdicts.extend(_left(rule, match))
-    if not seen:
+        if not found_any:
+            misses.append(trace)
+    told = misses if not seen else [m for m in misses if m.code in CLOSE]
+    if told:
+        nearest = max(told, key=lambda m: m.score)
         fitted = nearest.fitted or (anchor.index,)
         verdicts.append(Verdict(VerdictKind.NO_MATCH, rule.id, anchor.index, fitted, (nearest.reason(view),)))
     return candidates, verdicts

@@ -26,7 +26,7 @@ NODE_TAKEN = "NODE_TAKEN"
 ATTACHMENT_MISSING = "ATTACHMENT_MISSING"
 
 CODES: Mapping[str, str] = {
-    NO_READER: "nothing reads the value at which the pattern goes on",
+    NO_READER: "nothing else reads the value at which the pattern goes on",
     NO_PRODUCER: "the value at which the pattern goes on is a graph input",
     OP: "the node there has another op",
     PORT: "the node there has the value at another port",
@@ -38,6 +38,9 @@ CODES: Mapping[str, str] = {
     ATTACHMENT_MISSING: "none of the nodes that make the fusion worth while is there",
 }
 """Every reason why a pattern does not match, with its meaning."""
+
+CLOSE = frozenset((PORT, PORT_EXTRA, PORT_MISSING, ATTRIBUTE, OPERAND))
+"""Reasons of a node that has the right op: worth telling even where a smaller form of the rule matches."""
 
 _CLOSENESS = {
     code: rank
@@ -111,9 +114,6 @@ def embeddings(
         for nodes, values in partial:
             fitted = tuple(nodes.values())
             for node in _candidates(view, wanted, reach, values, trace, fitted):
-                if node.index in fitted:
-                    trace.note(fitted, NODE_TAKEN, node, wanted)
-                    continue
                 for bound in _bind(wanted, node, values, trace, fitted):
                     grown.append(({**nodes, wanted.label: node.index}, bound))
         partial = grown
@@ -123,20 +123,20 @@ def embeddings(
 def _candidates(
     view: GraphView, wanted: NodePattern, reach: Reach, values: dict[str, int], trace: Trace, fitted: tuple[int, ...]
 ) -> list[Node]:
-    """Nodes of the wanted op next to the bound value, each once, in node order."""
+    """Nodes of the wanted op next to the bound value that have no part yet, each once, in node order."""
     uid = values[reach.name]
     if not reach.downstream:
         made = view.producers.get(uid)
-        if made is not None and made.node.op == wanted.op:
+        if made is not None and made.node.op == wanted.op and made.node.index not in fitted:
             return [made.node]
         trace.note(fitted, *((NO_PRODUCER, uid) if made is None else (OP, made.node)), wanted, reach)
         return []
-    uses = view.uses[uid]
-    if not uses:
-        trace.note(fitted, NO_READER, uid, wanted, reach)
+    trace.note(fitted, NO_READER, uid, wanted, reach)
     found: list[Node] = []
-    for use in uses:
+    for use in view.uses[uid]:
         node = use.node
+        if node.index in fitted:
+            continue
         if node.op != wanted.op:
             trace.note(fitted, OP, node, wanted, reach)
         elif not found or found[-1] is not node:
@@ -226,7 +226,7 @@ def _reason(view: GraphView, code: str, *details: Any) -> Reason:
     graph = view.graph
     if code in (NO_READER, NO_PRODUCER):
         uid, wanted, reach = details
-        what = "no node reads it" if code == NO_READER else "no node writes it"
+        what = "no other node reads it" if code == NO_READER else "no node writes it"
         return Reason(code, f"{tensor_text(graph, uid)}: {what}", _wanted(wanted, reach))
     node = details[0]
     where = node.path

@@ -1,4 +1,4 @@
-"""Graphs and kernel tables that the tests of the fusion pass share. The kernels are data: no engine stands behind them."""
+"""Graphs and kernel tables that the tests of the fusion pass share. No engine stands behind the kernels."""
 
 from __future__ import annotations
 
@@ -38,9 +38,12 @@ def typed(code: str, role: str, *wanted: DataType) -> Condition:
 
 def without(*roles: str) -> tuple[Condition, ...]:
     """Conditions of a kernel that has no place for these roles."""
-    return tuple(
-        Condition(f"NO_{r.upper()}", f"no {r}", lambda p, a, r=r: f"{r} is asked for", lambda p, a, r=r: r not in p)
-        for r in roles
+    return tuple(_absent(role) for role in roles)
+
+
+def _absent(role: str) -> Condition:
+    return Condition(
+        f"NO_{role.upper()}", f"no {role}", lambda p, a: f"{role} is asked for", lambda p, a: role not in p
     )
 
 
@@ -73,7 +76,10 @@ EXACT = {
         same("ALPHA_EXPONENT", "alpha_exponent", 1), same("SPLIT_GLU", "amax.split_glu", False),
         same("Y_ROUNDING", "y", FLOAT), same("D_ROUNDING", "d", FLOAT), typed("A_TYPE", "a", BF16), *QUANTIZED,
     ),
-    "grouped_gemm_wgrad": (typed("DW_TYPE", "dw", FLOAT), same("A_ROUNDING", "a_values", FLOAT)),
+    "grouped_gemm_wgrad": (
+        typed("DW_TYPE", "dw", FLOAT), same("A_ROUNDING", "a_values", FLOAT), typed("A_TYPE", "a", E4M3),
+        typed("DY_TYPE", "dy", E4M3),
+    ),
     "quantize_row_col": (*QUANTIZED, typed("X_TYPE", "x", BF16)),
 }  # fmt: skip
 """Kernels that serve one configuration and decline every other: what a near miss must run into."""
@@ -152,8 +158,8 @@ def operands(
         p.t["alpha"] = g.tensor("alpha", dim=(EXPERTS,), data_type=FLOAT)
 
 
-def quantize(p: Parts, x: Tensor, axis: int, **changes: Any) -> tuple[Tensor, Tensor]:
-    options = {"block_size": 32, "axis": axis, "data_type": E4M3, **changes}
+def quantize(p: Parts, x: Tensor, along: int, **changes: Any) -> tuple[Tensor, Tensor]:
+    options = {"block_size": 32, "axis": along, "data_type": E4M3, **changes}
     q, sf = p.g.block_scale_quantize(x, **options)
     p.outputs += [q, sf]
     return q, sf
@@ -174,7 +180,7 @@ def attach(p: Parts, d: Tensor, *, split: bool, which: Collection[str] = ("q_row
 
 def dglu(
     *, which: Collection[str] = ("q_row", "q_col", "dbias", "amax"), act: str = "geglu", glu: GluLayout | None = None,
-    recompute: bool = False, exponent: int = 2, a_type: DataType = BF16, parameters: dict[str, float] | None = None,
+    recompute: bool = False, exponent: int = 2, a_type: DataType = BF16, parameters: dict[str, Any] | None = None,
     r_type: DataType | None = None, parts: Parts | None = None, suffix: str = "",
 ) -> Parts:  # fmt: skip
     """grouped_matmul -> glu_backward -> attachments: nodes 0 to 5."""
@@ -200,7 +206,7 @@ def dglu(
 
 def glu(
     *, which: Collection[str] = ("q_row", "q_col", "dbias", "amax"), act: str = "geglu", exponent: int = 1,
-    a_type: DataType = BF16, parameters: dict[str, float] | None = None, glu: GluLayout | None = None,
+    a_type: DataType = BF16, parameters: dict[str, Any] | None = None, glu: GluLayout | None = None,
     c_type: DataType | None = None,
 ) -> Parts:  # fmt: skip
     """grouped_matmul -> glu -> attachments: nodes 0 to 5. The product takes its layout from its weights."""
