@@ -13,6 +13,7 @@ from .ir.serialize import to_dict
 
 MAGIC = b"OPFUSE-PLAN\n"
 VERSION = 1
+FIELDS = ("graph", "arch", "fused", "strict", "disable", "selected", "winners")
 
 IRRELEVANT = {
     "graph": ("name",),
@@ -50,23 +51,23 @@ def pack(payload: Mapping[str, Any]) -> bytes:
 def unpack(data: bytes) -> dict[str, Any]:
     """The payload of `pack`. Raises GraphError for other bytes or another version."""
     if not isinstance(data, (bytes, bytearray, memoryview)) or not bytes(data).startswith(MAGIC):
-        raise GraphError("PLAN_FORMAT", asked="deserialize", seen=f"{type(data).__name__} without the magic {MAGIC!r}",
-                         required="bytes that serialize() wrote")  # fmt: skip
+        raise _unreadable(f"{type(data).__name__} without the magic {MAGIC!r}")
     try:
-        payload: dict[str, Any] = json.loads(bytes(data)[len(MAGIC) :])
+        payload = json.loads(bytes(data)[len(MAGIC) :])
     except json.JSONDecodeError as error:
-        raise GraphError(
-            "PLAN_FORMAT", asked="deserialize", seen=str(error), required="bytes that serialize() wrote"
-        ) from error
+        raise _unreadable(str(error)) from error
+    if not isinstance(payload, dict):
+        raise _unreadable(f"JSON of a {type(payload).__name__}")
     if payload.get("version") != VERSION:
-        raise GraphError(
-            "PLAN_VERSION",
-            asked="deserialize",
-            seen=payload.get("version"),
-            required=f"version {VERSION}",
-            hint="build the graph again and serialize it with this version",
-        )
+        raise GraphError("PLAN_VERSION", asked="deserialize", seen=payload.get("version"),
+                         required=f"version {VERSION}", hint="build the graph again and serialize it anew")  # fmt: skip
+    if missing := [field for field in FIELDS if field not in payload]:
+        raise _unreadable(f"no {', '.join(missing)}")
     return payload
+
+
+def _unreadable(seen: str) -> GraphError:
+    return GraphError("PLAN_FORMAT", asked="deserialize", seen=seen, required="bytes that serialize() wrote")
 
 
 def _without(data: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:

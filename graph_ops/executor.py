@@ -179,8 +179,11 @@ class Executable:
             buffers: dict[int, Any] = dict(bound.buffers)
             placement = self.placement(bound.bindings)
             scratch = None
-            if workspace is not None and placement.nbytes:
-                memory = workspace.view(-1).view(torch.uint8)
+            if placement.views or placement.nbytes:
+                if workspace is not None and placement.nbytes:
+                    memory = workspace.view(-1).view(torch.uint8)
+                else:  # no rows, so nothing to hold
+                    memory = torch.empty(0, dtype=torch.uint8, device=self.device)
                 for uid, start, end, dtype, shape, stride in placement.views:
                     buffers[uid] = memory[start:end].view(dtype).as_strided(shape, stride)
                 first, last = placement.scratch

@@ -45,13 +45,16 @@ def configure(text: str, stream: TextIO | None = None) -> logging.Handler | None
         return None
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT))
-    root.addHandler(handler)
+    levels = [LEVELS[word] for word in words if word in LEVELS]
+    if levels:
+        root.addHandler(handler)
+        root.setLevel(min(levels))
     for word in words:
-        if word in LEVELS:
-            root.setLevel(LEVELS[word])
-        else:
-            level = logging.DEBUG if word.startswith("+") else logging.INFO
-            logging.getLogger(f"{ROOT}.{word.removeprefix('+')}").setLevel(level)
+        if word not in LEVELS:
+            component = logging.getLogger(f"{ROOT}.{word.removeprefix('+')}")
+            component.setLevel(logging.DEBUG if word.startswith("+") else logging.INFO)
+            if not levels:  # else the record reaches the handler of the root
+                component.addHandler(handler)
     return handler
 
 
