@@ -45,11 +45,11 @@ def test_reads_the_file_it_is_given(run_sample, tmp_path):
     assert done.stdout.startswith("127 bytes of text")
 
 
-def test_says_that_a_text_is_too_short(run_sample, tmp_path):
+def test_says_that_a_text_is_too_short(load_sample, tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("no")
-    done = run_sample("fused_vs_unfused.py", str(tmp_path / "text.txt"), *SMALL)
-    assert done.returncode == 2
-    assert "at least 3" in done.stderr
+    monkeypatch.setattr("sys.argv", ["fused_vs_unfused.py", str(tmp_path / "text.txt"), "--device", "cpu"])
+    assert load_sample("fused_vs_unfused").main() == 2
+    assert "at least 3" in capsys.readouterr().err
 
 
 def test_fails_on_another_derivative(load_sample, monkeypatch, capsys):

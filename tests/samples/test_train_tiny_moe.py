@@ -29,14 +29,6 @@ def test_both_backends_learn_and_agree(run_sample, tmp_path):
         assert sum(curve[:6]) / 6 - sum(curve[-6:]) / 6 > 1.0
 
 
-@pytest.mark.parametrize("backend", ["torch", "opfuse"])
-def test_one_backend_alone(backend, run_sample, tmp_path):
-    path = tmp_path / "losses.json"
-    done = run_sample("train_tiny_moe.py", "--steps", "2", "--backend", backend, "--loss-json", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list(json.loads(path.read_text())) == [backend]
-
-
 @pytest.mark.parametrize("rich", [True, False])
 def test_a_progress_bar_shows_on_a_terminal(rich, samples_folder, environment, tmp_path):
     pty = pytest.importorskip("pty")
@@ -71,16 +63,21 @@ def read_to_end(terminal: int) -> str:
 
 @pytest.fixture
 def train(load_sample, monkeypatch):
-    """The sample, and run(steps) -> its exit status."""
+    """The sample, and run(steps, *arguments) -> its exit status."""
     sample = load_sample("train_tiny_moe")
-    threads = torch.get_num_threads()
 
-    def run(steps: int) -> int:
-        monkeypatch.setattr("sys.argv", ["train_tiny_moe.py", "--device", "cpu", "--steps", str(steps)])
+    def run(steps: int, *arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["train_tiny_moe.py", "--device", "cpu", "--steps", str(steps), *arguments])
         return sample.main()
 
-    yield sample, run
-    torch.set_num_threads(threads)
+    return sample, run
+
+
+@pytest.mark.parametrize("backend", ["torch", "opfuse"])
+def test_one_backend_alone(backend, train, tmp_path):
+    path = tmp_path / "losses.json"
+    assert train[1](2, "--backend", backend, "--loss-json", str(path)) == 0
+    assert list(json.loads(path.read_text())) == [backend]
 
 
 def test_fails_on_a_wrong_derivative(train, monkeypatch, capsys):
