@@ -142,9 +142,11 @@ def _left_node(left: LeftAlone) -> Iterator[str]:
 
 
 def _others(e: Explanation) -> Iterator[str]:
-    if e.alternatives:
+    # That a rule does not match where another one did is no news; the JSON has it.
+    near = [v for v in e.alternatives if v.kind is not VerdictKind.NO_MATCH]
+    if near:
         yield "Also considered for fused nodes"
-    for verdict in e.alternatives:
+    for verdict in near:
         yield from _verdict(verdict, INDENT, "")
 
 

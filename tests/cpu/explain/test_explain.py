@@ -79,6 +79,13 @@ def test_what_was_possible_for_fused_nodes_stands_apart(everything):
     assert all(v.rule != "grouped_gemm_quant" for left in told.left_alone for v in left.verdicts)
 
 
+def test_a_rule_that_does_not_match_at_a_fused_node_is_in_the_json_only(plan_of):
+    miss = Verdict(VerdictKind.NO_MATCH, "grouped_gemm_glu", 0, (0,), (Reason("OP", "dglu is glu_backward", "a glu"),))
+    told = explain(plan_of(miss))
+    assert [v["rule"] for v in json.loads(told.to_json())["alternatives"]] == ["grouped_gemm_glu"]
+    assert "grouped_gemm_glu" not in str(told) and "Also considered" not in str(told)
+
+
 def test_the_chosen_verdict_is_the_step_itself(plan_of, verdict_of):
     told = explain(plan_of(verdict_of(VerdictKind.CHOSEN)))
     assert not told.alternatives and all(not left.verdicts for left in told.left_alone)
