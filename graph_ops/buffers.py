@@ -368,6 +368,14 @@ class Binder:
                         "an output that takes no part in autograd",
                         ".detach() it",
                     )
+                if spec.is_output and t.is_inference() and not torch.is_inference_mode_enabled():
+                    raise _error(
+                        "INFERENCE_TENSOR",
+                        spec,
+                        "made under torch.inference_mode",
+                        "an output that may be written outside of it",
+                        "call the graph under torch.inference_mode() too",
+                    )
                 if not span:
                     continue
                 pointer = t.data_ptr()

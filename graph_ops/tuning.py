@@ -142,9 +142,10 @@ def _timer(executable: Executable, bound: Bound, workspace: torch.Tensor | None)
 
     def on_cuda() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        executable.run(bound, workspace)
-        end.record()
+        with torch.cuda.device(executable.device):
+            start.record()
+            executable.run(bound, workspace)
+            end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e-3
 

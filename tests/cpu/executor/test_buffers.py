@@ -318,6 +318,21 @@ def test_accumulated_output_must_be_given() -> None:
     torch.testing.assert_close(dw[0], 1 + pack["a"].t() @ pack["dy"], rtol=1e-5, atol=1e-5)
 
 
+def test_inference_tensors_are_written_under_inference_mode_only(tools: Any) -> None:
+    graph = Graph(device="cpu", io_data_type=DataType.FLOAT)
+    graph.relu(graph.tensor("x", (4,))).set_output(True).set_name("y")
+    x = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    with torch.inference_mode():
+        mine = tools.poison(torch.empty(4))
+        assert graph({"x": x})["y"].tolist() == [1, 0, 2, 0]
+    with pytest.raises(VariantPackError) as caught:
+        graph.execute({"x": x, "y": mine})
+    assert caught.value.code == "INFERENCE_TENSOR" and tools.is_poison(mine)
+    with torch.inference_mode():
+        graph.execute({"x": x, "y": mine})
+    assert mine.tolist() == [1, 0, 2, 0]
+
+
 def test_symbol_that_no_buffer_binds() -> None:
     graph = Graph(device="cpu", io_data_type=DataType.FLOAT)
     rows, columns = graph.symbol("M"), graph.symbol("N")

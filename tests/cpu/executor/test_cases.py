@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import subprocess
 import sys
 import textwrap
 import time
+import types
 from typing import Any
 
 import pytest
 import torch
-from opfuse.graph_ops import DataType, GluLayout, Graph, GraphNotSupportedError, ScaleLayout
-from opfuse.graph_ops.buffers import Binder
+from opfuse.graph_ops import DataType, GluLayout, Graph, GraphNotSupportedError, ScaleLayout, StateError
+from opfuse.graph_ops.buffers import Binder, Bound
 from opfuse.graph_ops.content import IRRELEVANT, content_key
 from opfuse.graph_ops.executor import compile_plan
 from opfuse.graph_ops.ir import Node, OpGraph, TensorSpec, symbol
@@ -139,6 +141,60 @@ def test_c61_sizes_past_two_to_the_31_are_planned_exactly() -> None:
     }
     resolved = binder._resolve(buffers)
     assert resolved.bindings == {"M": m} and resolved.spans[:2] == (m * hidden * 2, w_spec.nbytes({}))
+
+
+def test_c65_a_step_that_needs_the_host_refuses_capture_before_launch(
+    tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose stream is captured, with the driver stood in for."""
+    graph = tools.EmulatedGraph(fused=False)
+    m = graph.symbol("M")
+    a, b = graph.tensor("a", (m, 32)), graph.tensor("b", (3, 32, 32), discrete=True)
+    graph.grouped_matmul(a, b, graph.tensor("offs", (3,), data_type=DataType.INT32)).set_output(True).set_name("y")
+    plan = graph.build().plan
+    assert [s.capturable for s in plan.steps] == [False] and plan.steps[0].capture_reason
+    executable = dataclasses.replace(compile_plan(plan, CPU), device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    y = tools.poison(torch.empty(6, 32, dtype=torch.bfloat16))
+    uids = {t.name: t.uid for t in plan.graph.tensors.values()}
+    buffers: dict[int, Any] = {
+        uids["a"]: torch.randn(6, 32).bfloat16(), uids["b"]: [torch.randn(32, 32).bfloat16() for _ in range(3)],
+        uids["offs"]: torch.tensor([2, 4, 6], dtype=torch.int32), uids["y"]: y,
+    }  # fmt: skip
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda value=capturing: value)
+        if not capturing:
+            executable.run(Bound(buffers, {"M": 6}, ()), None)
+            break
+        with pytest.raises(StateError, match="addresses") as caught:
+            executable.run(Bound(buffers, {"M": 6}, ()), None)
+        assert caught.value.code == "NOT_CAPTURABLE" and tools.is_poison(y)
+    assert not tools.is_poison(y)
+
+
+def test_c68_the_stream_is_torchs_current_one_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        pass
+
+    entered: list[Any] = []
+
+    def enter(stream: Any) -> contextlib.AbstractContextManager[None]:
+        entered.append(stream)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    graph = Graph(device="cpu", io_data_type=DataType.FLOAT)
+    graph.relu(graph.tensor("x", (2,))).set_output(True)
+    on_gpu: Any = types.SimpleNamespace(device=torch.device("cuda", 0))
+    with graph._stream(None, on_gpu):
+        assert not entered, "no stream is made or chosen: work goes where torch's goes"
+    mine = Stream()
+    with graph._stream(mine, on_gpu):
+        assert entered == [mine]
+    with pytest.raises(StateError) as caught:
+        graph._stream(0, on_gpu)
+    assert caught.value.code == "HANDLE", "a raw number could mean the legacy stream"
 
 
 def test_c70_every_field_of_a_tensor_changes_the_key_or_is_declared_irrelevant(tools: Any) -> None:
