@@ -14,8 +14,8 @@ CHUNK_M, CHUNK_N = 64, 32  # rows x compact columns that one epilogue step handl
 WARPGROUP = 128
 CONSUMERS = 2  # warpgroups that compute
 MAX_EXPERTS = 1024
-# Registers a thread: 40 * 128 + 232 * 256 = 64512 of the 65536 an SM has.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+# Registers a thread: 24 * 128 + 240 * 256 = 64512, all that a CTA of 384 threads is launched with.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
 DTYPE_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
 GLU_LAYOUTS = ("interleaved32", "concatenated", "interleaved1")
@@ -119,8 +119,8 @@ def _schedule_reasons(s: Schedule) -> list[str]:
         out.append(f"tile_m is {s.tile_m}; ping-pong takes 64 or 128, cooperative 128 or 256")
     elif s.accumulators > 192:
         out.append(f"{s.accumulators} accumulators a thread; more than 192 leave no registers for the epilogue")
-    if (s.cluster_m, s.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
-        out.append(f"cluster {s.cluster_m}x{s.cluster_n}; 1x1, 2x1 and 1x2 are built")
+    if (s.cluster_m, s.cluster_n) not in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        out.append(f"cluster {s.cluster_m}x{s.cluster_n}; 1x1, 2x1, 1x2 and 2x2 are built")
     if s.ab_stages < 2:
         out.append(f"ab_stages is {s.ab_stages}; the mainloop needs 2")
     if s.ring_chunks < 2:
@@ -130,9 +130,14 @@ def _schedule_reasons(s: Schedule) -> list[str]:
     return out
 
 
-def partials(config: DgluConfig, L, M, N) -> list[tuple[str, object, object]]:
-    """float32 partials that a launch needs: (name, rows, columns), in workspace order. Works on any integer type."""
+def scratch_tensors(config: DgluConfig, L, M, N) -> list[tuple[str, object, object]]:
+    """32-bit tensors that a launch keeps in its workspace: (name, rows, columns), in order. Works on any integer type.
+
+    descriptors: a TMA descriptor per expert. dprob, dbias, amax: float32 partials, see `finishes`.
+    """
     s, out = config.schedule, []
+    if config.discrete_b:
+        out.append(("descriptors", L, 32))
     # Every expert may end in a cluster tile of its own, whatever the offsets are.
     slots = (M // (s.tile_m * s.cluster_m) + L) * s.cluster_m
     n_tiles = (N + (s.tile_n - 1)) // s.tile_n
@@ -145,8 +150,13 @@ def partials(config: DgluConfig, L, M, N) -> list[tuple[str, object, object]]:
     return out
 
 
+def finishes(config: DgluConfig) -> bool:
+    """Whether a second kernel adds partials up."""
+    return config.has_dprob or config.dbias_dtype is not None or config.has_amax
+
+
 def padded_bytes(rows, columns):
-    """Workspace bytes of one float32 partial; the next one starts on a 256-byte boundary."""
+    """Workspace bytes of one scratch tensor; the next one starts on a 256-byte boundary."""
     return (rows * columns * 4 + 255) // 256 * 256
 
 
@@ -160,12 +170,12 @@ def illegal(config: DgluConfig, *, n: int | None = None, k: int | None = None) -
         ("ab_dtype", ("bf16", "fp16")),
         ("b_major", ("k", "n")),
         ("glu_layout", GLU_LAYOUTS),
-        ("c_dtype", ("bf16", "fp16")),
-        ("d_dtype", ("bf16", "fp16", None)),
+        ("c_dtype", ("bf16", "fp16", "fp32")),
+        ("d_dtype", ("bf16", "fp16", "fp32", None)),
         ("activation_dtype", ("bf16", "fp16", None)),
         ("dbias_dtype", ("bf16", "fp32", None)),
-        ("q_row_dtype", (None,)),
-        ("q_col_dtype", (None,)),
+        ("q_row_dtype", ("e4m3", "e5m2", None)),
+        ("q_col_dtype", ("e4m3", "e5m2", None)),
         ("alpha_exponent", (1, 2)),
     ):
         if getattr(config, name) not in allowed:
@@ -174,6 +184,12 @@ def illegal(config: DgluConfig, *, n: int | None = None, k: int | None = None) -
         out.append(f"act is {config.act.name!r}; built are {', '.join(ACTIVATIONS)}")
     if config.act.name == "situglu" and not (config.act.beta1 > 0 and config.act.beta2 > 0):
         out.append("situglu needs beta1 and beta2 above zero")
+    if (config.q_row_dtype or config.q_col_dtype) and config.glu_layout == "interleaved1":
+        out.append("quantized outputs need 32 gate or up columns side by side; glu_layout interleaved1 has 1")
+    if config.q_col_dtype and (s.tile_m, s.pingpong, s.cluster_n) != (128, True, 1):
+        out.append("column quantization needs a ping-pong schedule with tile_m 128 and cluster_n 1")
+    if not (config.d_dtype or config.q_row_dtype or config.q_col_dtype):
+        out.append("no gradient output: d, q_row and q_col are all absent")
     out += _schedule_reasons(s)
     if not out and smem_bytes(config) > SMEM_LIMIT:
         out.append(f"{smem_bytes(config)} bytes of shared memory; an SM gives one CTA {SMEM_LIMIT}")

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from .config import DgluConfig, padded_bytes, partials
+from .config import DgluConfig, finishes, padded_bytes, scratch_tensors
 from .grouped_gemm_dglu import GroupedGemmDglu
 from .primitives import DTYPES
 from .reductions import Finish
@@ -20,16 +20,17 @@ class Program:
 
     def __init__(self, config: DgluConfig) -> None:
         self.config, self.kernel, self.finish = config, GroupedGemmDglu(config), Finish(config)
-        self.finishes = bool(partials(config, 1, 1, 1))
 
-    def _partials(self, workspace, experts, rows, columns) -> dict:
-        """The workspace's partials as row-major float32 tensors."""
+    def _scratch(self, workspace, experts, rows, columns) -> dict:
+        """The workspace's tensors, row-major; a descriptor is 16 words of 64 bits, anything else float32."""
         out, offset = {}, cutlass.Int64(0)
-        for name, part_rows, part_columns in partials(self.config, cutlass.Int64(experts), cutlass.Int64(rows),
-                                                      cutlass.Int64(columns)):  # fmt: skip
-            base = cute.recast_ptr((workspace.iterator + offset).align(16), dtype=cutlass.Float32)
-            layout = cute.make_layout((part_rows, part_columns), stride=(part_columns, 1))
-            out[name] = cute.make_tensor(base, layout)
+        sizes = (cutlass.Int64(size) for size in (experts, rows, columns))
+        for name, part_rows, part_columns in scratch_tensors(self.config, *sizes):
+            dtype, per_row = cutlass.Float32, part_columns
+            if name == "descriptors":
+                dtype, per_row = cutlass.Int64, part_columns // 2
+            base = cute.recast_ptr((workspace.iterator + offset).align(128), dtype=dtype)
+            out[name] = cute.make_tensor(base, cute.make_layout((part_rows, per_row), stride=(per_row, 1)))
             offset += padded_bytes(part_rows, part_columns)
         return out
 
@@ -37,7 +38,7 @@ class Program:
     def __call__(
         self,
         dy: cute.Tensor,  # (M, K)
-        b: cute.Tensor,  # (L, K, N)
+        b: cute.Tensor,  # (L, K, N), or (L,) addresses
         offsets: cute.Tensor,  # (L,)
         c: cute.Tensor,  # (M, 2N)
         d: Optional[cute.Tensor],  # (M, 2N)
@@ -48,15 +49,20 @@ class Program:
         dprob: Optional[cute.Tensor],  # (M,)
         dbias: Optional[cute.Tensor],  # (L, 2N)
         amax: Optional[cute.Tensor],  # (L, 2)
+        q_row: Optional[cute.Tensor],  # (M, 2N) bytes
+        sf_row: Optional[cute.Tensor],  # bytes
+        q_col: Optional[cute.Tensor],  # (M, 2N) bytes
+        sf_col: Optional[cute.Tensor],  # bytes
         workspace: Optional[cute.Tensor],  # bytes
         clusters: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        parts = self._partials(workspace, cute.size(offsets), cute.size(dy, mode=[0]), cute.size(b, mode=[2]))
+        columns = cute.size(c, mode=[1]) // 2
+        parts = self._scratch(workspace, cute.size(offsets), cute.size(dy, mode=[0]), columns)
         dprob_parts, dbias_parts, amax_parts = (parts.get(name) for name in ("dprob", "dbias", "amax"))
-        self.kernel(dy, b, offsets, c, d, prob, alpha, beta, activation, dprob_parts, dbias_parts, amax_parts,
-                    clusters, stream)  # fmt: skip
-        if cutlass.const_expr(self.finishes):
+        self.kernel(dy, b, parts.get("descriptors"), offsets, c, d, prob, alpha, beta, activation, dprob_parts, dbias_parts, amax_parts,
+                    q_row, sf_row, q_col, sf_col, clusters, stream)  # fmt: skip
+        if cutlass.const_expr(finishes(self.config)):
             self.finish(offsets, dprob_parts, dprob, dbias_parts, dbias, amax_parts, amax, cute.size(c, mode=[0]),
                         cute.size(c, mode=[1]), stream)  # fmt: skip
 
@@ -78,10 +84,18 @@ def _fake_arguments(config: DgluConfig) -> list:
     major = cute.sym_int64(divisibility=8)
     strides = (cute.sym_int64(divisibility=8), *((1, major) if config.b_major == "k" else (major, 1)))
     f32 = cutlass.Float32
-    finishes = bool(partials(config, 1, 1, 1))
+    byte = cutlass.Uint8
+    quantized = []
+    for present in (config.q_row_dtype, config.q_col_dtype):
+        codes = make_fake_tensor(byte, (m, n2), (cute.sym_int64(divisibility=16), 1), assumed_align=16)
+        scales = make_fake_tensor(byte, (cute.sym_int64(),), (1,), assumed_align=16)
+        quantized += [codes, scales] if present else [None, None]
+    needs_workspace = bool(scratch_tensors(config, 1, 1, 1))
     return [
         matrix(config.ab_dtype, (m, k)),
-        make_fake_tensor(ab, (experts, k, n), strides, assumed_align=16),
+        make_fake_tensor(cutlass.Int64, (experts,), (1,), assumed_align=8)
+        if config.discrete_b
+        else make_fake_tensor(ab, (experts, k, n), strides, assumed_align=16),
         vector(cutlass.Int32, experts),
         matrix(config.c_dtype, (m, n2)),
         matrix(config.d_dtype, (m, n2), config.d_dtype is not None),
@@ -92,7 +106,8 @@ def _fake_arguments(config: DgluConfig) -> list:
         vector(f32, m, config.has_dprob),
         matrix(config.dbias_dtype, (experts, n2), config.dbias_dtype is not None, 4, 1),
         matrix("fp32", (experts, cute.sym_int32()), config.has_amax, 4, 1),
-        make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if finishes else None,
+        *quantized,
+        make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=128) if needs_workspace else None,
         cutlass.Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     ]

@@ -11,16 +11,17 @@ from . import primitives as p
 from . import reductions, stores
 from .config import CHUNK_N, DgluConfig
 from .epilogue_math import DeviceMath, glu_backward
+from .quantizer import Quantizer
 
 
 class Epilogue:
     """State and steps of one warp's epilogue; every tensor that the configuration does not ask for is None."""
 
-    def __init__(self, config: DgluConfig, storage, group, warp, atom_d, coords_d, s_c, d, prob, alpha, beta,
-                 activation, dprob_parts, dbias_parts, amax_parts, columns) -> None:  # fmt: skip
+    def __init__(self, config: DgluConfig, storage, group, warp, atom_d, coords_d, s_c, c, d, prob, alpha, beta,
+                 activation, dprob_parts, dbias_parts, amax_parts, columns, rows, quantized) -> None:  # fmt: skip
         self.config, self.schedule = config, config.schedule
         self.storage, self.group, self.warp = storage, group, warp
-        self.atom_d, self.coords_d, self.s_c, self.d = atom_d, coords_d, s_c, d
+        self.atom_d, self.coords_d, self.s_c, self.c, self.d = atom_d, coords_d, s_c, c, d
         self.prob, self.alpha, self.beta, self.activation = prob, alpha, beta, activation
         self.dprob_parts, self.dbias_parts, self.amax_parts = dprob_parts, dbias_parts, amax_parts
         self.columns = columns
@@ -28,6 +29,9 @@ class Epilogue:
         self.ring = stores.Ring(config.glu_layout, warp, self.lane)
         self.ring_base = storage.c.data_ptr().toint()
         self.math = DeviceMath()
+        self.loads_c, self.stores_d = config.c_dtype != "fp32", config.d_dtype in ("bf16", "fp16")
+        self.quantizes = config.q_row_dtype is not None or config.q_col_dtype is not None
+        self.quantizer = Quantizer(config, columns, rows, self.lane, *quantized) if self.quantizes else None
         # Rows whose values must not reach a sum over rows: those past the expert's end.
         self.masks_rows = config.dbias_dtype is not None or config.has_amax
         blocks = self.schedule.m_blocks
@@ -46,6 +50,8 @@ class Epilogue:
 
     def block_row(self, block: int):
         """First row, inside the tile, of this warp's 16 rows of a 64-row block."""
+        if self.config.q_col_dtype is not None:
+            return self.warp * 32 + block * stores.WARP_ROWS
         if self.schedule.pingpong:
             return self.warp * stores.WARP_ROWS + block * 64
         return self.warp * stores.WARP_ROWS + block * 128 + self.group * 64
@@ -80,9 +86,10 @@ class Epilogue:
             if n0 + nc * CHUNK_N < self.columns:
                 if cutlass.const_expr(self.column_sum is not None):
                     self.column_sum.fill(0.0)
+                values = [None] * s.m_blocks
                 for block in cutlass.range_constexpr(s.m_blocks):
-                    self._chunk(acc, nc, block, row, n0 + nc * CHUNK_N, end, used)
-                    if cutlass.const_expr(self.d is not None):
+                    values[block] = self._chunk(acc, nc, block, row, n0 + nc * CHUNK_N, end, used)
+                    if cutlass.const_expr(self.stores_d):
                         cute.arch.cp_async_bulk_commit_group()
                         if cutlass.const_expr(nc + block > 0):
                             # All but the newest store have read their chunk: the one before it may be refilled.
@@ -91,12 +98,16 @@ class Epilogue:
                     else:
                         self._give_back(used)
                     used += 1
+                    if cutlass.const_expr(self.config.q_row_dtype is not None):
+                        self.quantizer.quantize_rows(values[block], row + self.block_row(block), end, n0 + nc * CHUNK_N)
+                if cutlass.const_expr(self.config.q_col_dtype is not None):
+                    self.quantizer.quantize_columns(values, row + self.block_row(0), end, n0 + nc * CHUNK_N)
                 if cutlass.const_expr(self.column_sum is not None):
                     reductions.store_column_sums(
                         self.column_sum, self.storage.scratch.data_ptr().toint(), self.group, self.warp, self.lane,
                         self.dbias_parts, slot, n0 + nc * CHUNK_N, self.columns, self.config.glu_layout, s.pingpong,
                     )  # fmt: skip
-        if cutlass.const_expr(self.d is not None):
+        if cutlass.const_expr(self.stores_d):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self._give_back(used - 1)
         if cutlass.const_expr(self.row_sum is not None):
@@ -116,24 +127,26 @@ class Epilogue:
     @cute.jit
     def _chunk(self, acc: cute.Tensor, nc: cutlass.Constexpr, block: cutlass.Constexpr, row: Int32, n0: Int32,
                end: Int32, used: Int32):
-        """One chunk: read C, compute, write D over it, store this warp's rows."""
+        """One chunk: read C, compute, write D over it, store this warp's rows; returns the values to quantize."""
         ring = self.schedule.ring_chunks
         index = self.group * ring + used % ring
         base = self.ring_base + index * stores.CHUNK_BYTES
         warp_row = row + self.block_row(block)
         cute.arch.mbarrier_wait(self.storage.c_full.data_ptr() + index, (used // ring) & 1)
+        values = ([None] * 16, [None] * 16)
         for half in cutlass.range_constexpr(2):
-            gate, up = self.ring.read(base, half)
-            dgate, dup = self._half(acc, nc, block, half, gate, up, warp_row, n0, end)
-            if cutlass.const_expr(self.d is not None):
+            gate, up = self.ring.read(base, half) if cutlass.const_expr(self.loads_c) else (None, None)
+            dgate, dup = self._half(acc, nc, block, half, gate, up, warp_row, n0, end, values)
+            if cutlass.const_expr(self.stores_d):
                 self.ring.write(base, half, dgate, dup)
-        if cutlass.const_expr(self.d is not None):
+        if cutlass.const_expr(self.stores_d):
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             self._store_d(base, index, warp_row, n0, end)
+        return values
 
-    def _half(self, acc, nc: int, block: int, half: int, gate, up, warp_row, n0, end):
-        """16 compact columns of one chunk: gradient words in the ring's order."""
+    def _half(self, acc, nc: int, block: int, half: int, gate, up, warp_row, n0, end, values):
+        """16 compact columns of one chunk: gradient words in the ring's order; fills `values` for the quantizer."""
         config = self.config
         dgate_words, dup_words = [], []
         per_block = self.schedule.tile_n // 2
@@ -141,20 +154,51 @@ class Epilogue:
             for r in range(2):
                 first = block * per_block + 4 * (nc * 4 + half * 2 + j) + 2 * r
                 row = warp_row + (self.lane >> 2) + 8 * r
-                grads = [self._element(acc[first + i], g, u, block, r, row < end, (half * 2 + j) * 2 + i)
-                         for i, (g, u) in enumerate(self._inputs(gate[2 * j + r], up[2 * j + r]))]  # fmt: skip
+                column = n0 + half * 16 + j * 8 + 2 * (self.lane & 3)
+                if self.loads_c:
+                    pairs = self._unpacked(gate[2 * j + r], up[2 * j + r])
+                else:
+                    pairs = self._loaded(row, end, column)
+                grads = [
+                    self._element(acc[first + i], g, u, block, r, row < end, (half * 2 + j) * 2 + i)
+                    for i, (g, u) in enumerate(self._inputs(*pairs))
+                ]
                 (dg0, du0, y0), (dg1, du1, y1) = grads
-                if config.d_dtype is not None:
+                if self.quantizes:
+                    at = (half * 2 + j) * 2 + 8 * r
+                    values[0][at : at + 2] = dg0, dg1
+                    values[1][at : at + 2] = du0, du1
+                if config.d_dtype == "fp32":
+                    self._store_f32(row, end, column, (dg0, dg1), (du0, du1))
+                elif config.d_dtype is not None:
                     dgate_words.append(p.pack(dg0, dg1, config.d_dtype))
                     dup_words.append(p.pack(du0, du1, config.d_dtype))
                 if config.activation_dtype is not None:
-                    column = n0 + half * 16 + j * 8 + 2 * (self.lane & 3)
                     stores.store_words(self.activation, row, end, column, p.pack(y0, y1, config.activation_dtype))
         return dgate_words, dup_words
 
-    def _inputs(self, gate_word, up_word):
+    def _unpacked(self, gate_word, up_word):
+        return p.unpack(gate_word, self.config.c_dtype), p.unpack(up_word, self.config.c_dtype)
+
+    def _loaded(self, row, end, column):
+        """(gates, ups) of two neighbouring compact columns of a float32 C."""
+        if self.config.glu_layout == "interleaved1":
+            (g0, u0), (g1, u1) = (stores.load_pair(self.c, row, end, 2 * column + 2 * i) for i in (0, 1))
+            return (g0, g1), (u0, u1)
+        columns = (reductions.column_of(self.config.glu_layout, column, side, self.columns) for side in (0, 1))
+        return tuple(stores.load_pair(self.c, row, end, at) for at in columns)
+
+    def _store_f32(self, row, end, column, dgate, dup) -> None:
+        if self.config.glu_layout == "interleaved1":
+            for i in (0, 1):
+                stores.store_pair(self.d, row, end, 2 * column + 2 * i, dgate[i], dup[i])
+        else:
+            for side, pair in enumerate((dgate, dup)):
+                at = reductions.column_of(self.config.glu_layout, column, side, self.columns)
+                stores.store_pair(self.d, row, end, at, *pair)
+
+    def _inputs(self, gates, ups):
         """((gate, up), (gate, up)) of two neighbouring columns, after beta."""
-        gates, ups = p.unpack(gate_word, self.config.c_dtype), p.unpack(up_word, self.config.c_dtype)
         if self.config.has_beta:
             gates, ups = [x * self.scale[1] for x in gates], [x * self.scale[1] for x in ups]
         return tuple(zip(gates, ups))
@@ -197,7 +241,7 @@ class Epilogue:
                 part, target = cpasync.tma_partition(
                     self.atom_d, 0, cute.make_layout(1), cute.group_modes(s_d, 0, 2), cute.group_modes(g_d, 0, 2)
                 )
-                cute.copy(self.atom_d, part, target)
+                cute.copy(self.atom_d, part, target, cache_policy=cutlass.Int64(stores.STREAM))
         elif warp_row < end:
             stores.store_rows(base, layout, self.warp, self.lane, self.d, warp_row, end, n0, self.columns)
 

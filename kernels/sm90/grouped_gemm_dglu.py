@@ -45,7 +45,10 @@ from .config import (
     scratch_bytes,
 )
 from .epilogue import Epilogue
+from .experts import DescribeExperts, descriptor
 
+import os
+PROBE = os.environ.get('PROBE','').split('+')
 THREADS = WARPGROUP * (1 + CONSUMERS)
 
 
@@ -56,10 +59,16 @@ class GroupedGemmDglu:
         self.config = config
         s = self.schedule = config.schedule
         self.dtype = p.DTYPES[config.ab_dtype]
-        self.ring_dtype = p.DTYPES[config.c_dtype]
+        self.ring_dtype = cutlass.BFloat16  # stands for any 16-bit type
+        self.loads_c, self.stores_d = config.c_dtype != "fp32", config.d_dtype in ("bf16", "fp16")
         self.consumer_warps = 4 if s.pingpong else 4 * CONSUMERS
         self.stage_bytes = (s.tile_m + s.tile_n) * TILE_K * 2
         self.a_layout = LayoutEnum.ROW_MAJOR
+        # Column blocks of 32 rows stay inside a warp when its two 16-row pieces are neighbours in memory. Then operand
+        # and C rows are loaded in pieces of 16 rows, each to the place of its warp.
+        self.pairs_rows = config.q_col_dtype is not None
+        self.a_rows = stores.WARP_ROWS if self.pairs_rows else s.tile_m
+        self.c_rows = stores.WARP_ROWS if self.pairs_rows else CHUNK_M
         self.b_layout = LayoutEnum.COL_MAJOR if config.b_major == "n" else LayoutEnum.ROW_MAJOR
 
     # ---- host side -------------------------------------------------------------------------------------------
@@ -84,6 +93,18 @@ class GroupedGemmDglu:
         atom = warpgroup.make_smem_layout_atom(kind, self.ring_dtype)
         return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
 
+    def _weights(self, dy, b, columns):
+        """(N, K, L) view of the weights; discrete ones: one expert's shape at any address, as a template."""
+        if not self.config.discrete_b:
+            return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[2, 1, 0]))
+        n, k = Int64(columns), Int64(cute.size(dy, mode=[1]))
+        stride = (1, n, n * k) if self.config.b_major == "n" else (k, 1, n * k)
+        return cute.make_tensor(dy.iterator, cute.make_layout((columns, cute.size(dy, mode=[1]), 1), stride=stride))
+
+    def _as_ring(self, tensor):
+        """A 16-bit tensor as the ring's type: TMA moves bits."""
+        return cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=self.ring_dtype), tensor.layout)
+
     def _load_atom(self, tensor, layout_staged, tile, multicast: int):
         op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         layout = cute.slice_(layout_staged, (None, None, 0))
@@ -94,7 +115,8 @@ class GroupedGemmDglu:
     def __call__(
         self,
         dy: cute.Tensor,  # (M, K)
-        b: cute.Tensor,  # (L, K, N)
+        b: cute.Tensor,  # (L, K, N), or (L,) addresses
+        descriptors: Optional[cute.Tensor],  # (L, 16) words: TMA descriptors of discrete weights
         offsets: cute.Tensor,  # (L,)
         c: cute.Tensor,  # (M, 2N)
         d: Optional[cute.Tensor],  # (M, 2N)
@@ -105,25 +127,34 @@ class GroupedGemmDglu:
         dprob_parts: Optional[cute.Tensor],  # (N tiles, M)
         dbias_parts: Optional[cute.Tensor],  # (M tiles, 2N)
         amax_parts: Optional[cute.Tensor],  # (M tiles, N tiles * 16)
+        q_row: Optional[cute.Tensor],  # (M, 2N) bytes
+        sf_row: Optional[cute.Tensor],  # bytes
+        q_col: Optional[cute.Tensor],  # (M, 2N) bytes
+        sf_col: Optional[cute.Tensor],  # bytes
         clusters: Int32,
         stream: cuda.CUstream,
     ):
         s = self.schedule
-        b_nkl = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[2, 1, 0]))
+        b_nkl = self._weights(dy, b, cute.size(c, mode=[1]) // 2)
         tile = (s.tile_m, s.tile_n, TILE_K)
         smem_a = sm90.make_smem_layout_a(self.a_layout, tile, self.dtype, s.ab_stages)
         smem_b = sm90.make_smem_layout_b(self.b_layout, tile, self.dtype, s.ab_stages)
         box = stores.box_columns(self.config.glu_layout)
         chunks = CONSUMERS * s.ring_chunks * stores.boxes(self.config.glu_layout)
         smem_c = self._ring_layout(CHUNK_M, chunks)
-        load_a = self._load_atom(dy, smem_a, (s.tile_m, TILE_K), s.cluster_n)
+        piece_a = sm90.make_smem_layout_a(self.a_layout, (self.a_rows, s.tile_n, TILE_K), self.dtype, 1)
+        load_a = self._load_atom(dy, piece_a, (self.a_rows, TILE_K), s.cluster_n)
         load_b = self._load_atom(b_nkl, smem_b, (s.tile_n, TILE_K), s.cluster_m)
-        load_c = self._load_atom(c, smem_c, (CHUNK_M, box), 1)
+        if cutlass.const_expr(self.config.discrete_b):
+            DescribeExperts()(load_b[0], b, descriptors, b_nkl, stream)
+        load_c = (None, None)
+        if cutlass.const_expr(self.loads_c):
+            load_c = self._load_atom(self._as_ring(c), self._ring_layout(self.c_rows, 1), (self.c_rows, box), 1)
         store_d = (None, None)
-        if cutlass.const_expr(d is not None):
+        if cutlass.const_expr(self.stores_d):
             piece = self._ring_layout(stores.WARP_ROWS, 1)
             atom, coords = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), d, cute.slice_(piece, (None, None, 0)), (stores.WARP_ROWS, box)
+                cpasync.CopyBulkTensorTileS2GOp(), self._as_ring(d), cute.slice_(piece, (None, None, 0)), (stores.WARP_ROWS, box)
             )
             store_d = (atom, coords)
 
@@ -144,8 +175,8 @@ class GroupedGemmDglu:
         self.storage = Storage
         self.kernel(
             *load_a, *load_b, *load_c, *store_d, self._tiled_mma(False), self._tiled_mma(True),
-            smem_a, smem_b, smem_c, offsets, c, d, prob, alpha, beta, activation, dprob_parts, dbias_parts, amax_parts,
-            cute.size(dy, mode=[1]), cute.size(b_nkl, mode=[0]),
+            smem_a, smem_b, smem_c, descriptors, offsets, c, d, prob, alpha, beta, activation, dprob_parts, dbias_parts, amax_parts,
+            q_row, sf_row, q_col, sf_col, cute.size(dy, mode=[1]), cute.size(b_nkl, mode=[0]),
         ).launch(
             grid=[clusters * s.cluster_size, 1, 1],
             block=[THREADS, 1, 1],
@@ -163,8 +194,8 @@ class GroupedGemmDglu:
         coords_a: cute.Tensor,
         atom_b: cute.CopyAtom,
         coords_b: cute.Tensor,
-        atom_c: cute.CopyAtom,
-        coords_c: cute.Tensor,
+        atom_c: Optional[cute.CopyAtom],
+        coords_c: Optional[cute.Tensor],
         atom_d: Optional[cute.CopyAtom],
         coords_d: Optional[cute.Tensor],
         mma_first: cute.TiledMma,
@@ -172,6 +203,7 @@ class GroupedGemmDglu:
         smem_a: cute.ComposedLayout,
         smem_b: cute.ComposedLayout,
         smem_c: cute.ComposedLayout,
+        descriptors: Optional[cute.Tensor],
         offsets: cute.Tensor,
         c: cute.Tensor,
         d: Optional[cute.Tensor],
@@ -182,6 +214,10 @@ class GroupedGemmDglu:
         dprob_parts: Optional[cute.Tensor],
         dbias_parts: Optional[cute.Tensor],
         amax_parts: Optional[cute.Tensor],
+        q_row: Optional[cute.Tensor],
+        sf_row: Optional[cute.Tensor],
+        q_col: Optional[cute.Tensor],
+        sf_col: Optional[cute.Tensor],
         depth: Int32,
         columns: Int32,
     ):
@@ -201,17 +237,17 @@ class GroupedGemmDglu:
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self._feed(storage, (atom_a, coords_a, s_a), (atom_b, coords_b, s_b), offsets, k_tiles, columns)
+                self._feed(storage, (atom_a, coords_a, s_a), (atom_b, coords_b, s_b), descriptors, offsets, k_tiles, columns)
             if warp == 1:
                 self._load_c(storage, atom_c, coords_c, s_c, columns)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = cute.arch.make_warp_uniform(warp // 4 - 1)
             epilogue = Epilogue(
-                self.config, storage, group, warp % 4, atom_d, coords_d, s_c, d, prob, alpha, beta, activation,
-                dprob_parts, dbias_parts, amax_parts, columns,
+                self.config, storage, group, warp % 4, atom_d, coords_d, s_c, c, d, prob, alpha, beta, activation,
+                dprob_parts, dbias_parts, amax_parts, columns, cute.size(c, mode=[0]), (q_row, sf_row, q_col, sf_col),
             )  # fmt: skip
-            self._compute(storage, group, mma_first, mma, s_a, s_b, k_tiles, epilogue)
+            self._compute(storage, group, mma_first, mma, s_a, s_b, k_tiles, columns, epilogue)
 
     @cute.jit
     def _init_barriers(self, storage, warp: Int32):
@@ -219,7 +255,8 @@ class GroupedGemmDglu:
         if warp == 0:
             with cute.arch.elect_one():
                 self._init_array(storage.ab_full, s.ab_stages, 1)
-                self._init_array(storage.ab_empty, s.ab_stages, self.consumer_warps * s.cluster_size)
+                self._init_array(storage.ab_empty, s.ab_stages,
+                                 self.consumer_warps * mainloop.sharing_ctas(s.cluster_m, s.cluster_n))
                 self._init_array(storage.c_full, CONSUMERS * s.ring_chunks, 1)
                 self._init_array(storage.c_empty, CONSUMERS * s.ring_chunks, 4)
                 self._init_array(storage.rec_full, scheduler.RECORDS, 1)
@@ -236,15 +273,17 @@ class GroupedGemmDglu:
             cute.arch.mbarrier_init(field.data_ptr() + i, arrivals)
 
     @cute.jit
-    def _feed(self, storage, a, b, offsets: cute.Tensor, k_tiles: Int32, columns: Int32):
+    def _feed(self, storage, a, b, descriptors, offsets: cute.Tensor, k_tiles: Int32, columns: Int32):
         """Warp 0: one record and one stream of operand stages per tile."""
         s = self.schedule
         atom_a, coords_a, s_a = a
         atom_b, coords_b, s_b = b
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank_m, rank_n = rank % s.cluster_m, rank // s.cluster_m
-        mask_a = cutlass.Int16((1 << s.cluster_size) - 1) if s.cluster_n > 1 else None
-        mask_b = cutlass.Int16((1 << s.cluster_size) - 1) if s.cluster_m > 1 else None
+        # A goes to the CTAs of the same M (ranks cluster_m apart), B to those of the same N (neighbours).
+        row_mask = sum(1 << (i * s.cluster_m) for i in range(s.cluster_n))
+        mask_a = cutlass.Int16(row_mask << rank_m) if s.cluster_n > 1 else None
+        mask_b = cutlass.Int16(((1 << s.cluster_m) - 1) << (rank_n * s.cluster_m)) if s.cluster_m > 1 else None
         experts = cute.size(offsets)
         tiles_n = (columns + (s.tile_n * s.cluster_n - 1)) // (s.tile_n * s.cluster_n)
         state = (Int32(0), Int32(0), *scheduler.load_window(offsets, Int32(0), experts, s.tile_m, s.cluster_m))
@@ -263,22 +302,41 @@ class GroupedGemmDglu:
             slot = m_before * s.cluster_m + m_tile
             self._write_record(storage, count, row, n0, end, expert, slot)
             count += 1
-            g_a = cute.local_tile(cute.domain_offset((row, 0), coords_a), (s.tile_m, TILE_K), (0, None))
             g_b = cute.local_tile(
-                cute.domain_offset((n0, 0), coords_b[None, None, expert]), (s.tile_n, TILE_K), (0, None)
+                cute.domain_offset((n0, 0), coords_b[None, None, 0 if self.config.discrete_b else expert]),
+                (s.tile_n, TILE_K),
+                (0, None),
             )
-            part_a, tile_a = cpasync.tma_partition(
-                atom_a, rank_n, cute.make_layout(s.cluster_n), cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
-            )
+            weights = None
+            if cutlass.const_expr(self.config.discrete_b):
+                weights = descriptor(descriptors, expert)
+                cpasync.fence_tma_desc_acquire(weights)
             part_b, tile_b = cpasync.tma_partition(
                 atom_b, rank_m, cute.make_layout(s.cluster_m), cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2)
             )
 
+            sources, s_pieces = [], cute.flat_divide(s_a, (self.a_rows, TILE_K))
+            for i in cutlass.range_constexpr(s.tile_m // self.a_rows):
+                # Piece i sits in 64-row block i // 4 as warp i % 4's rows.
+                first_row = row + (i % 4) * 32 + (i // 4) * 16 if cutlass.const_expr(self.pairs_rows) else row
+                g_a = cute.local_tile(cute.domain_offset((first_row, 0), coords_a), (self.a_rows, TILE_K), (0, None))
+                sources.append(
+                    cpasync.tma_partition(
+                        atom_a, rank_n, cute.make_layout(s.cluster_n), cute.group_modes(s_pieces, 0, 2),
+                        cute.group_modes(g_a, 0, 2),
+                    )  # fmt: skip
+                )
+
             def copy_a(k, at, barrier):
-                cute.copy(atom_a, tile_a[None, k], part_a[None, at], tma_bar_ptr=barrier, mcast_mask=mask_a)
+                for i, (part_a, tile_a) in enumerate(sources):
+                    target = part_a[None, i, 0, at]
+                    cute.copy(atom_a, tile_a[None, k], target, tma_bar_ptr=barrier, mcast_mask=mask_a)
 
             def copy_b(k, at, barrier):
-                cute.copy(atom_b, tile_b[None, k], part_b[None, at], tma_bar_ptr=barrier, mcast_mask=mask_b)
+                cute.copy(
+                    atom_b, tile_b[None, k], part_b[None, at], tma_bar_ptr=barrier, mcast_mask=mask_b,
+                    tma_desc_ptr=weights,
+                )  # fmt: skip
 
             stage, phase = mainloop.load_tile(
                 copy_a, copy_b, k_tiles, stage, phase, full, empty, self.stage_bytes, s.ab_stages
@@ -329,10 +387,11 @@ class GroupedGemmDglu:
     def _load_c(self, storage, atom_c: cute.CopyAtom, coords_c: cute.Tensor, s_c: cute.Tensor, columns: Int32):
         """Warp 1: the C chunks of every tile, in the order in which their warpgroup reads them."""
         s = self.schedule
+        block_step = cutlass.const_expr(16 if self.pairs_rows else 64)
         tile, used0, used1 = Int32(0), Int32(0), Int32(0)
         row, n0, end, expert, _ = self._read_record(storage, tile)
         while expert != scheduler.END:
-            if row < end:
+            if row < end and "bare" not in PROBE:
                 for nc in cutlass.range_constexpr(s.tile_n // CHUNK_N):
                     if n0 + nc * CHUNK_N < columns:
                         for mi in cutlass.range_constexpr(s.m_blocks):
@@ -340,7 +399,7 @@ class GroupedGemmDglu:
                             if cutlass.const_expr(s.pingpong):
                                 group = tile % CONSUMERS
                                 used = used0 if group == 0 else used1
-                                self._load_chunk(storage, atom_c, coords_c, s_c, group, used, row + mi * 64, column, columns)
+                                self._load_chunk(storage, atom_c, coords_c, s_c, group, used, row + mi * block_step, column, columns)
                                 if group == 0:
                                     used0 += 1
                                 else:
@@ -357,27 +416,37 @@ class GroupedGemmDglu:
     def _load_chunk(self, storage, atom_c: cute.CopyAtom, coords_c: cute.Tensor, s_c: cute.Tensor, group: Int32,
                     used: Int32, row: Int32, n0: Int32, columns: Int32):
         ring = self.schedule.ring_chunks
-        layout = self.config.glu_layout
         slot = used % ring
         i = group * ring + slot
         cute.arch.mbarrier_wait(storage.c_empty.data_ptr() + i, ((used // ring) & 1) ^ 1)
         full = storage.c_full.data_ptr() + i
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, stores.CHUNK_BYTES)
-        count = cutlass.const_expr(stores.boxes(layout))
-        for box in cutlass.range_constexpr(count):
+        if cutlass.const_expr(self.loads_c):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, stores.CHUNK_BYTES)
+            self._copy_chunk(atom_c, coords_c, s_c, i, full, row, n0, columns)
+        else:
+            # The epilogue reads C itself; the chunk only carries D.
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
+
+    def _copy_chunk(self, atom_c, coords_c, s_c, i, full, row, n0, columns) -> None:
+        """Starts the TMA loads of one chunk into ring position i: one per box and piece of rows."""
+        layout = self.config.glu_layout
+        count, tile = stores.boxes(layout), (self.c_rows, stores.box_columns(layout))
+        pieces = cute.group_modes(cute.flat_divide(s_c, tile), 0, 2)
+        for box in range(count):
             column = stores.box_column(layout, n0, columns, box)
-            g_c = cute.local_tile(
-                cute.domain_offset((row, column), coords_c), (CHUNK_M, stores.box_columns(layout)), (0, 0)
-            )
-            part, source = cpasync.tma_partition(
-                atom_c, 0, cute.make_layout(1), cute.group_modes(s_c, 0, 2), cute.group_modes(g_c, 0, 2)
-            )
-            cute.copy(atom_c, source, part[None, i * count + box], tma_bar_ptr=full)
+            for w in range(CHUNK_M // self.c_rows):
+                g_c = cute.local_tile(cute.domain_offset((row + 32 * w, column), coords_c), tile, (0, 0))
+                part, source = cpasync.tma_partition(
+                    atom_c, 0, cute.make_layout(1), pieces, cute.group_modes(g_c, 0, 2)
+                )
+                target = part[None, w, 0, i * count + box]
+                cute.copy(atom_c, source, target, tma_bar_ptr=full, cache_policy=Int64(stores.STREAM))
 
     @cute.jit
     def _compute(self, storage, group: Int32, mma_first: cute.TiledMma, mma: cute.TiledMma, s_a: cute.Tensor,
-                 s_b: cute.Tensor, k_tiles: Int32, epilogue):
+                 s_b: cute.Tensor, k_tiles: Int32, columns: Int32, epilogue):
         """A consumer warpgroup: mainloop and epilogue of its tiles."""
         s = self.schedule
         thread = group * WARPGROUP if cutlass.const_expr(not s.pingpong) else Int32(0)
@@ -386,6 +455,7 @@ class GroupedGemmDglu:
         frag_b = mma.make_fragment_B(mma_slice.partition_B(s_b))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((s.tile_m, s.tile_n)), Float32)
         full, empty = storage.ab_full.data_ptr(), storage.ab_empty.data_ptr()
+        shares = mainloop.shares_of_lane(s.cluster_m, s.cluster_n)
         stage, phase, used = Int32(0), Int32(0), Int32(0)
         tile = group if cutlass.const_expr(s.pingpong) else Int32(0)
         stride = CONSUMERS if cutlass.const_expr(s.pingpong) else 1
@@ -404,13 +474,20 @@ class GroupedGemmDglu:
             if cutlass.const_expr(s.pingpong):
                 cute.arch.barrier(barrier_id=1 + group, number_of_threads=CONSUMERS * WARPGROUP)
             stage, phase = mainloop.multiply_tile(
-                mma_first, mma, acc, frag_a, frag_b, k_tiles, stage, phase, full, empty, s.ab_stages, s.cluster_size,
+                mma_first, mma, acc, frag_a, frag_b, k_tiles, stage, phase, full, empty, s.ab_stages, shares,
                 hand_over,
             )  # fmt: skip
             if cutlass.const_expr(s.pingpong):
                 stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
-            if row < end:
+            # A cluster's last tile in M or N may lie past the expert's rows or past the columns.
+            if row < end and n0 < columns and "bare" not in PROBE:
                 used = epilogue.run(acc, row, n0, end, slot, used)
+            if cutlass.const_expr("bare" in PROBE):
+                tot = Float32(0.0)
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    tot += acc[i]
+                if tot == 123.456:
+                    epilogue.dprob_parts[0, 0] = tot
             tile += stride
             row, n0, end, expert, slot = self._read_record(storage, tile)
         # Shared memory must outlive the stores that read it.

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable
 
-from .config import DgluConfig, illegal, padded_bytes, partials
+from .config import DgluConfig, illegal, padded_bytes, scratch_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,18 @@ class UnsupportedConfig(ValueError):
 
 def workspace_bytes(config: DgluConfig, L: int, M: int, N: int) -> int:
     """Bytes of scratch memory one launch needs: L experts, M rows, N columns of the matmul's result."""
-    return sum(padded_bytes(rows, columns) for _, rows, columns in partials(config, L, M, N))
+    return sum(padded_bytes(rows, columns) for _, rows, columns in scratch_tensors(config, L, M, N))
+
+
+def scale_bytes(config: DgluConfig, M: int, N: int) -> dict[str, int]:
+    """Bytes of the scale buffers, by side: the 128 x 4 atom's padding included where scales are swizzled.
+
+    The kernel writes real scales only; padding is the caller's to zero.
+    """
+    sides = {"row": (M, 2 * N // 32), "col": (2 * N, -(-M // 32))}
+    if not config.sf_swizzled:
+        return {side: rows * blocks for side, (rows, blocks) in sides.items()}
+    return {side: -(-rows // 128) * -(-blocks // 4) * 512 for side, (rows, blocks) in sides.items()}
 
 
 def compile_dglu(config: DgluConfig) -> Callable:
@@ -84,11 +95,17 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
+
+
 def launch(
     config: DgluConfig,
     *,
     dy: torch.Tensor,  # (M, K)
-    b: torch.Tensor,  # (L, K, N)
+    b: torch.Tensor,  # (L, K, N), or (L,) int64 addresses of (K, N) buffers
     offsets: torch.Tensor,  # (L,) int32 end offsets
     c: torch.Tensor,  # (M, 2N)
     d: torch.Tensor | None = None,  # (M, 2N)
@@ -99,10 +116,10 @@ def launch(
     activation: torch.Tensor | None = None,  # (M, N)
     dbias: torch.Tensor | None = None,  # (L, 2N)
     amax: torch.Tensor | None = None,  # (L, 2) float32
-    q_row: torch.Tensor | None = None,
-    sf_row: torch.Tensor | None = None,
-    q_col: torch.Tensor | None = None,
-    sf_col: torch.Tensor | None = None,
+    q_row: torch.Tensor | None = None,  # (M, 2N) codes
+    sf_row: torch.Tensor | None = None,  # scales as one contiguous buffer
+    q_col: torch.Tensor | None = None,  # (M, 2N) codes
+    sf_col: torch.Tensor | None = None,  # scales as one contiguous buffer
     workspace: torch.Tensor | None = None,  # uint8, `workspace_bytes`
 ) -> None:
     """Runs one configuration on torch's current stream; allocates nothing, waits for nothing, reads no offset.
@@ -118,4 +135,9 @@ def launch(
         return
     s = config.schedule
     clusters = _multiprocessors(dy.device.index) // s.cluster_size
-    function_of(config)(dy, b, offsets, c, d, prob, alpha, beta, activation, dprob, dbias, amax, workspace, clusters)
+    if config.q_row_dtype is not None:
+        q_row, sf_row = _bytes(q_row), _bytes(sf_row).view(-1)
+    if config.q_col_dtype is not None:
+        q_col, sf_col = _bytes(q_col), _bytes(sf_col).view(-1)
+    function_of(config)(dy, b, offsets, c, d, prob, alpha, beta, activation, dprob, dbias, amax, q_row, sf_row, q_col,
+                        sf_col, workspace, clusters)  # fmt: skip

@@ -44,20 +44,38 @@ def load_tile(copy_a, copy_b, k_tiles: Int32, stage: Int32, phase: Int32, full, 
 
 
 @cute.jit
-def release(empty, stage: Int32, cluster_size: cutlass.Constexpr):
-    """One arrival a warp at this stage's empty barrier in every CTA of the cluster (all of them share an operand)."""
-    lane = cute.arch.lane_idx()
-    if cutlass.const_expr(cluster_size == 1):
-        if lane == 0:
+def release(empty, stage: Int32, shares):
+    """One arrival a warp at this stage's empty barrier in every CTA that shares an operand with this one.
+
+    `shares` is (lane signals a CTA, that CTA's rank), or None outside clusters.
+    """
+    if cutlass.const_expr(shares is None):
+        if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(empty + stage)
     else:
-        if lane < cluster_size:
-            cute.arch.mbarrier_arrive(empty + stage, lane)
+        signals, rank = shares
+        if signals:
+            cute.arch.mbarrier_arrive(empty + stage, rank)
+
+
+def sharing_ctas(cluster_m: int, cluster_n: int) -> int:
+    """CTAs of a cluster that share an operand with one of them, itself included: its row and its column."""
+    return cluster_m + cluster_n - 1
+
+
+def shares_of_lane(cluster_m: int, cluster_n: int):
+    """Which CTA this lane signals in `release`; ranks count M first."""
+    if cluster_m * cluster_n == 1:
+        return None
+    lane = cute.arch.lane_idx()
+    rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+    same = (lane % cluster_m == rank % cluster_m) | (lane // cluster_m == rank // cluster_m)
+    return (lane < cluster_m * cluster_n) & same, lane
 
 
 @cute.jit
 def multiply_tile(mma_first, mma, acc, frag_a, frag_b, k_tiles: Int32, stage: Int32, phase: Int32, full, empty,
-                  stages: cutlass.Constexpr, cluster_size: cutlass.Constexpr, hand_over):
+                  stages: cutlass.Constexpr, shares, hand_over):
     """Consumer: acc = A B over one tile's k steps; `hand_over()` runs once every wgmma is issued.
 
     One k step stays in flight while the next one is issued, so a stage is released one step late.
@@ -79,10 +97,10 @@ def multiply_tile(mma_first, mma, acc, frag_a, frag_b, k_tiles: Int32, stage: In
             cute.gemm(mma, acc, frag_a[at], frag_b[at], acc)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
-        release(empty, last, cluster_size)
+        release(empty, last, shares)
         last = stage
         stage, phase = next_stage(stage, phase, stages)
     hand_over()
     warpgroup.wait_group(0)
-    release(empty, last, cluster_size)
+    release(empty, last, shares)
     return stage, phase

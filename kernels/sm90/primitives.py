@@ -109,6 +109,47 @@ def byte_permute(a, b, selector: int):
     )
 
 
+def byte_permute_by(a, b, selector):
+    """`byte_permute` with a selector that differs between lanes."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[a, b, selector]
+    )
+
+
+def max_u16x2(a, b):
+    # The instruction takes no immediate, so a constant passes through a register.
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 t; mov.b32 t, {$r1}; max.u16x2 {$w0}, {$r0}, t; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+    )
+
+
+def min_u16x2(a, b):
+    # The instruction takes no immediate, so a constant passes through a register.
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 t; mov.b32 t, {$r1}; min.u16x2 {$w0}, {$r0}, t; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+    )
+
+
+def max_nan(a, b):
+    """Maximum; the canonical NaN if either is one."""
+    return cute.arch.inline_ptx(
+        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def pack_fp8(low, high, dtype: str):
+    """Two float32, rounded to nearest even and saturated, as 8-bit codes in the low 16 bits of a word."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b16 pair; cvt.rn.satfinite.{dtype}x2.f32 pair, {{$r1}}, {{$r0}}; cvt.u32.u16 {{$w0}}, pair; }}",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+    )
+
+
 def bits(value):
     """The 32 bits of a float."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[value])

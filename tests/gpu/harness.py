@@ -53,12 +53,25 @@ def make(config: DgluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0
         return torch.full(shape, POISON, device="cuda", dtype=dtype)
 
     b = randn(L, N, K, dtype=ab, scale=K**-0.5) if config.b_major == "k" else randn(L, K, N, dtype=ab, scale=K**-0.5)
+    if config.discrete_b:
+        parts = [x.clone() for x in b]
+        addresses = torch.tensor([x.data_ptr() for x in parts], dtype=torch.int64).cuda()
+        keep = {"parts": parts, "dense": b.transpose(1, 2) if config.b_major == "k" else b}
     out = {
         "dy": randn(M, K, dtype=ab),
         "b": b.transpose(1, 2) if config.b_major == "k" else b,
         "offsets": torch.tensor(sizes).cumsum(0).to(torch.int32).cuda(),
         "c": randn(M, 2 * N, dtype=c_type, scale=2.0),
     }
+    if config.discrete_b:
+        out["b"], out["_keep"] = addresses, keep
+    for side, dtype in (("row", config.q_row_dtype), ("col", config.q_col_dtype)):
+        if dtype:
+            count = host.scale_bytes(config, M, N)[side]
+            out[f"q_{side}"] = torch.full((M, 2 * N), 0xA5, dtype=torch.uint8, device="cuda")
+            # Padding scales are the caller's to zero; 0xA5 behind the end guards the buffer.
+            out[f"sf_{side}"] = torch.full((count + 256,), 0xA5, dtype=torch.uint8, device="cuda")
+            out[f"sf_{side}"][:count] = 0
     if config.d_dtype:
         out["d"] = poisoned(M, 2 * N, dtype=TORCH[config.d_dtype])
     if config.has_prob:
@@ -89,7 +102,8 @@ def oracle(config: DgluConfig, t: dict) -> dict:
     beta = np.ones((total, 1))
     for g, (s, e) in enumerate(zip(starts, ends)):
         if e > s:
-            r[s:e] = t["dy"][s:e].double() @ t["b"][g].double()
+            weights = t["_keep"]["dense"][g] if config.discrete_b else t["b"][g]
+            r[s:e] = t["dy"][s:e].double() @ weights.double()
             if config.has_alpha:
                 scale[s:e] = float(t["alpha"][g]) ** config.alpha_exponent
             if config.has_beta:
@@ -116,10 +130,55 @@ def relative(out: torch.Tensor, ref: np.ndarray) -> float:
 LIMITS = {"bf16": 3e-3, "fp16": 5e-4, "fp32": 2e-5}
 
 
+def stored_scales(config: DgluConfig, t: dict, side: str):
+    """Scale bytes as a matrix: (M, 2N / 32) of rows, (M / 32, 2N) of columns, from either storage order."""
+    M, columns = t["c"].shape
+    rows, blocks = (M, columns // 32) if side == "row" else (columns, -(-M // 32))
+    flat = t[f"sf_{side}"]
+    if config.sf_swizzled:
+        r, k = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
+        at = (r // 128 * -(-blocks // 4) + k // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + k % 4
+        matrix = flat[at.flatten().cuda()].view(rows, blocks)
+        return matrix if side == "row" else matrix.T
+    return flat[: rows * blocks].view(*((rows, blocks) if side == "row" else (blocks, rows)))
+
+
+def check_quantized(config, t, side, dtype, total, ref, errors, bad) -> None:
+    """Bit for bit against the reference quantizer of the kernel's float32 output where it is there; else the SQNR."""
+    from opfuse.graph_ops.ir.dtypes import DataType
+    from opfuse.kernels.reference.codes import decode, decode_e8m0
+    from opfuse.kernels.reference.quantize import quantize_blocks
+
+    kind = {"e4m3": DataType.FP8_E4M3, "e5m2": DataType.FP8_E5M2}[dtype]
+    codes, scales = t[f"q_{side}"][:total], stored_scales(config, t, side)
+    scales = scales[:total] if side == "row" else scales[: total // 32]
+    if config.d_dtype == "fp32":
+        x = t["d"][:total].cpu()
+        want, want_scales = quantize_blocks(x if side == "row" else x.T.contiguous(), 32, kind, DataType.FP8_E8M0)
+        want, want_scales = (want, want_scales) if side == "row" else (want.T, want_scales.T)
+        for name, got, wanted in (("codes", codes, want), ("scales", scales, want_scales)):
+            wrong = int((got.cpu() != wanted).sum())
+            errors[f"{side} {name} wrong"] = wrong
+            if wrong:
+                bad.append(f"{wrong} of {wanted.numel()} {side} {name} differ")
+    each = scales.repeat_interleave(32, dim=1 if side == "row" else 0)
+    value = (decode(codes.cpu(), kind) * decode_e8m0(each.cpu())).numpy()
+    noise = np.linalg.norm(value - ref)
+    sqnr = float(20 * np.log10(np.linalg.norm(ref) / max(noise, 1e-30))) if np.isfinite(noise) else 0.0
+    errors[f"{side} SQNR"] = sqnr
+    # E4M3 keeps 3 mantissa bits, E5M2 2: 6 dB less.
+    if sqnr < (27 if dtype == "e4m3" else 21):
+        bad.append(f"{side} SQNR {sqnr:.1f} dB")
+    if not bool((t[f"q_{side}"][total:] == 0xA5).all()):
+        bad.append(f"q_{side} wrote past the last offset")
+    if not bool((t[f"sf_{side}"][-256:] == 0xA5).all()):
+        bad.append(f"sf_{side} wrote past its end")
+
+
 def check(config: DgluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0) -> dict[str, float]:
     """Runs one problem and returns the relative error of every output; raises AssertionError on a wrong one."""
     t = make(config, sizes, K, N, tail, seed)
-    host.launch(config, **t)
+    host.launch(config, **{name: x for name, x in t.items() if name != "_keep"})
     torch.cuda.synchronize()
     ref, total, errors, bad = oracle(config, t), sum(sizes), {}, []
     kinds = {"d": config.d_dtype, "dprob": "fp32", "activation": config.activation_dtype,
@@ -137,5 +196,8 @@ def check(config: DgluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 
             bad.append(f"{name} wrote past the last offset")
         if name == "dprob" and not bool((t[name][total:] == 0).all()):
             bad.append("dprob is not zero past the last offset")
+    for side, dtype in (("row", config.q_row_dtype), ("col", config.q_col_dtype)):
+        if dtype:
+            check_quantized(config, t, side, dtype, total, ref["d"], errors, bad)
     assert not bad, f"{'; '.join(bad)} ({dataclasses.asdict(config)}, sizes {sizes}, K {K}, N {N})"
     return errors
