@@ -234,12 +234,9 @@ def _reason(view: GraphView, code: str, *details: Any) -> Reason:
         _, wanted, reach = details
         return Reason(code, f"{node.name} is {node.op}", _wanted(wanted, reach), where=where)
     if code == NODE_TAKEN:
-        return Reason(
-            code,
-            f"{node.name} and another {node.op} stand for the same part",
-            "one node for each part of the fusion",
-            where=where,
-        )
+        what = " and ".join(f"{k} = {v[0]!r}" for k, v in details[1].attributes.items())
+        seen = f"{node.name} is a second {node.op}" + (f" with {what}" if what else "")
+        return Reason(code, seen, "one node for each part of the fusion", where=where)
     if code == ATTACHMENT_MISSING:
         _, pattern, cause = details
         wanted = [a for a in pattern.attachments if a.label in pattern.needs_any]

@@ -344,6 +344,15 @@ def test_the_nearest_miss_is_the_one_that_got_furthest():
     assert trace.fitted == (0,) and reason.code == NO_READER and "relu" in reason.required
 
 
+def test_a_miss_upstream_names_the_caller_or_the_other_op():
+    pattern = next(rule for rule in RULES if rule.id == "grouped_gemm_wgrad").patterns[1]
+    graph = fg.wgrad(quantized=()).freeze()
+    trace = Trace()
+    assert not list(matches(pattern, GraphView(graph), graph.nodes[0], trace))
+    reason = trace.reason(GraphView(graph))
+    assert reason.code == "NO_PRODUCER" and "block_scale_dequantize that writes it" in reason.required
+
+
 def test_frontend_fault_1_a_product_that_is_an_output_is_not_dropped():
     """cudnn-frontend's matcher accepts a product marked output beside a pointwise reader, and never writes it."""
     p = fg.Parts()
