@@ -36,7 +36,7 @@ lint: $(READY)
 
 # The kernels' packages exist for Linux only, and not for every interpreter: without them the tests that compile
 # kernels skip and say so.
-$(READY): pyproject.toml constraints.txt Makefile
+$(READY): pyproject.toml setup.py constraints.txt Makefile
 	@if [ -z '$(PYTHON)' ]; then echo 'no Python 3.10 to 3.13 found: install one, or give PYTHON=/path/to/python' >&2; exit 1; fi
 	@if ! [ -x $(BIN)/python ]; then \
 		'$(PYTHON)' -m venv $(VENV) || { rm -rf $(VENV); echo 'this Python makes no environment; on Debian: apt-get install python3-venv' >&2; exit 1; }; fi
