@@ -18,6 +18,7 @@ from .ir.tensor import TensorSpec
 from .overlap import Extent, first_overlap
 
 Key = Tensor | str | int | None
+KEY_TYPES = (Tensor, str, int)
 Buffer = torch.Tensor | Sequence[torch.Tensor]
 
 ROWS_OF_OFFSETS = {
@@ -131,6 +132,13 @@ class Binder:
         for uid, spec in graph.tensors.items():
             if uid in self._wanted or self._is_unused(uid):
                 self._uids.setdefault(spec.name, []).append(uid)
+        self._keys: dict[Key, int] = {uid: uid for uid in self._wanted}
+        for name, uids in self._uids.items():
+            if len(uids) == 1 and uids[0] in self._wanted:
+                self._keys[name] = uids[0]
+        if owner is not None:
+            self._keys.update((t, t.uid) for t in owner.tensors if t.uid in self._wanted)
+        self._access = {s.uid: (s.is_output, s.alignment, s.name) for s in self._specs}
         self._dtypes = {spec.uid: torch_dtype(spec.data_type) for spec in self._specs}
         self._offsets = tuple(
             dict.fromkeys(
@@ -184,7 +192,9 @@ class Binder:
         for key, value in pack.items():
             if key is None and value is None:
                 continue
-            uid = self.uid_of(key)
+            uid = self._keys.get(key) if key.__class__ in KEY_TYPES else None  # True and 1.0 equal 1, and are no keys
+            if uid is None:
+                uid = self.uid_of(key)
             if value is None:
                 continue
             if uid not in self._wanted:
@@ -213,11 +223,18 @@ class Binder:
         )
 
     def _buffer(self, value: Any, spec: TensorSpec) -> Buffer:
-        if type(value) is torch.Tensor and value.dtype is self._dtypes[spec.uid]:
-            return value
         if spec.discrete and isinstance(value, (list, tuple)):
-            return tuple(as_tensor(v, spec) for v in value)
-        return as_tensor(value, spec)
+            return tuple(self._plain(v, spec) for v in value)
+        return self._plain(value, spec)
+
+    def _plain(self, value: Any, spec: TensorSpec) -> torch.Tensor:
+        known = type(value) is torch.Tensor and value.dtype is self._dtypes[spec.uid]
+        t: torch.Tensor = value if known else as_tensor(value, spec)
+        if t.layout is not torch.strided:
+            raise _error("LAYOUT", spec, t.layout, torch.strided)
+        if t.is_neg():
+            raise _error("LAYOUT", spec, "a lazily negated view", "plain values", ".resolve_neg()")
+        return t
 
     def _is_unused(self, uid: int) -> bool:
         tensor = self.graph.tensors[uid]
@@ -245,18 +262,11 @@ class Binder:
 
     def bind(self, buffers: Mapping[int, Buffer]) -> Bound:
         """Checks every buffer there is. Raises VariantPackError; reads no contents but those of offsets on the CPU."""
-        flat: list[torch.Tensor] = []
-        signature: list[Any] = []
-        for uid, buffer in buffers.items():
-            parts = (buffer,) if isinstance(buffer, torch.Tensor) else buffer
-            signature.append(uid if isinstance(buffer, torch.Tensor) else (uid, len(parts)))
-            for t in parts:
-                if t.layout is not torch.strided:
-                    raise VariantPackError("LAYOUT", asked=f"buffer of {self._wanted[uid].name}", seen=t.layout,
-                                           required=torch.strided)  # fmt: skip
-                flat.append(t)
-                signature += (t.shape, t.stride(), t.dtype, t.device)
-        key = tuple(signature)
+        key = tuple([
+            (uid, held.shape, held.stride(), held.dtype, held.device) if isinstance(held, torch.Tensor)
+            else (uid, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in held]))
+            for uid, held in buffers.items()
+        ])  # fmt: skip
         resolved = self._seen.get(key)
         if resolved is None:
             resolved = self._resolve(buffers)
@@ -334,8 +344,6 @@ class Binder:
                 raise _error("DATA_TYPE", spec, t.dtype, f"{dtype}, for {spec.data_type!r}")
             if t.device != self.device:
                 raise _error("DEVICE", spec, t.device, f"{self.device}, for which the graph was built")
-            if t.is_conj() or t.is_neg():
-                raise _error("LAYOUT", spec, "a lazily conjugated or negated view", "plain values", ".resolve_neg()")
             if addresses:
                 wanted: tuple[int, ...] = (1,)
             else:
@@ -355,34 +363,21 @@ class Binder:
 
     def _check_memory(self, buffers: Mapping[int, Buffer], resolved: Resolved) -> tuple[Extent, ...]:
         extents: list[Extent] = []
-        spans = iter(resolved.spans)
+        place = 0
         for uid, buffer in buffers.items():
-            spec = self._wanted[uid]
+            written, alignment, name = self._access[uid]
             for t in (buffer,) if isinstance(buffer, torch.Tensor) else buffer:
-                span = next(spans)
-                if spec.is_output and t.requires_grad:
-                    raise _error(
-                        "REQUIRES_GRAD",
-                        spec,
-                        "requires_grad=True",
-                        "an output that takes no part in autograd",
-                        ".detach() it",
-                    )
-                if spec.is_output and t.is_inference() and not torch.is_inference_mode_enabled():
-                    raise _error(
-                        "INFERENCE_TENSOR",
-                        spec,
-                        "made under torch.inference_mode",
-                        "an output that may be written outside of it",
-                        "call the graph under torch.inference_mode() too",
-                    )
+                span = resolved.spans[place]
+                place += 1
+                if written and (t.requires_grad or t.is_inference()):
+                    self._check_writable(t, self._wanted[uid])
                 if not span:
                     continue
                 pointer = t.data_ptr()
-                if pointer % spec.alignment and not (spec.discrete and isinstance(buffer, torch.Tensor)):
-                    raise _error("ALIGNMENT", spec, f"address {pointer:#x}", f"a multiple of {spec.alignment} bytes",
-                                 "declare alignment= on the tensor, or pass a buffer that is aligned")  # fmt: skip
-                extents.append((pointer, pointer + span, spec.is_output, spec.name, t))
+                if pointer % alignment and (t.dtype is self._dtypes[uid]):  # an array of addresses may lie anywhere
+                    raise _error("ALIGNMENT", self._wanted[uid], f"address {pointer:#x}",
+                                 f"a multiple of {alignment} bytes", "declare alignment= on the tensor, or pass a buffer that is aligned")  # fmt: skip
+                extents.append((pointer, pointer + span, written, name, t))
         if (clash := first_overlap(extents)) is not None:
             one, other = clash
             output, second = (one, other) if one[2] else (other, one)
@@ -390,6 +385,20 @@ class Binder:
                                    seen=f"bytes shared with {'output' if second[2] else 'input'} {second[3]}",
                                    required="outputs that overlap no other buffer")  # fmt: skip
         return tuple(extents)
+
+    def _check_writable(self, t: torch.Tensor, spec: TensorSpec) -> None:
+        if t.requires_grad:
+            raise _error(
+                "REQUIRES_GRAD", spec, "requires_grad=True", "an output that takes no part in autograd", ".detach() it"
+            )
+        if not torch.is_inference_mode_enabled():
+            raise _error(
+                "INFERENCE_TENSOR",
+                spec,
+                "made under torch.inference_mode",
+                "an output that may be written outside of it",
+                "call the graph under torch.inference_mode() too",
+            )
 
     def _check_values(self, buffers: Mapping[int, Buffer], bindings: Mapping[str, int]) -> None:
         """Values on the CPU, where looking is free: promised multiples; end offsets that grow from 0 to at most M."""

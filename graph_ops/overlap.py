@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+_START = itemgetter(0)
 
 Extent = tuple[int, int, bool, str, "torch.Tensor"]
 """First byte, byte past the last, whether it is written, the name for errors, and the tensor."""
@@ -17,14 +20,15 @@ def first_overlap(extents: Sequence[Extent]) -> tuple[Extent, Extent] | None:
 
     Ranges that interleave count as shared, unless both are matrices with the same row pitch and disjoint columns.
     """
-    ordered = sorted(extents, key=lambda e: e[0])
+    ordered = sorted(extents, key=_START)
     furthest = furthest_written = -1
     for start, end, written, _, _ in ordered:
         if start < furthest_written or (written and start < furthest):
             return _exact_overlap(ordered)
-        furthest = max(furthest, end)
-        if written:
-            furthest_written = max(furthest_written, end)
+        if end > furthest:
+            furthest = end
+        if written and end > furthest_written:
+            furthest_written = end
     return None
 
 
