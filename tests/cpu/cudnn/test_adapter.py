@@ -216,8 +216,10 @@ def test_run_equals_the_oracle(emulated: list[Equations], name: str) -> None:
             outside = got[live:] == 0 if role == "dprob" else got[live:].isnan()
             assert outside.all(), f"{role}: rows outside all groups (seed {seed})"
             got, want = got[:live], want[:live]
-        # One rounding into 16 bits; float32 sums; bf16 sums of up to four 128-row tiles.
-        bound = {"dprob": 1e-5, "dbias": 6 * 2.0**-8}.get(role, 2.0**-7)
+        # One rounding into 16 bits; float32 sums, of a product that may have rounded to the other side of a near tie;
+        # bf16 sums of up to four 128-row tiles.
+        near_tie = 2.0**-9 if CASES[name].get("product") is BF16 else 1e-5
+        bound = {"dprob": near_tie, "dbias": 6 * 2.0**-8}.get(role, 2.0**-7)
         assert (got - want).norm() <= bound * want.norm(), f"{role}: seed {seed}"
         assert torch.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.999, f"{role}: seed {seed}"
 
