@@ -376,7 +376,8 @@ class Binder:
                 pointer = t.data_ptr()
                 if pointer % alignment and (t.dtype is self._dtypes[uid]):  # an array of addresses may lie anywhere
                     raise _error("ALIGNMENT", self._wanted[uid], f"address {pointer:#x}",
-                                 f"a multiple of {alignment} bytes", "declare alignment= on the tensor, or pass a buffer that is aligned")  # fmt: skip
+                                 f"a multiple of {alignment} bytes",
+                                 "declare alignment= on the tensor, or pass a buffer that is aligned")  # fmt: skip
                 extents.append((pointer, pointer + span, written, name, t))
         if (clash := first_overlap(extents)) is not None:
             one, other = clash

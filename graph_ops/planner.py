@@ -14,6 +14,7 @@ from ..kernels.cost import Estimate, Sizes, match_estimate, node_estimate, nomin
 from ..kernels.registry import KERNELS, KernelEntry
 from .ir.errors import GraphNotSupportedError
 from .ir.graph import Node, OpGraph
+from .ir.tensor import TensorSpec
 from .ir.verify import verify
 from .plan import Plan, Step
 from .workspace import WorkspaceLayout, lifetimes, plan_workspace
@@ -127,11 +128,16 @@ def _verdict_line(verdict: Verdict, reason: Reason | None) -> str:
 
 
 def _unfused_step(graph: OpGraph, node: Node, arch: Arch, sizes: Sizes) -> Step:
-    specs = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
-    reason = not_capturable(node.op, node.attribute, specs, arch)
-    buffers = {f"in.{port}": uid for port, uid in node.inputs if graph.tensors[uid].value is None}
+    specs: dict[str, TensorSpec] = {}
+    buffers: dict[str, int] = {}
+    for port, uid in node.inputs:
+        specs[port] = tensor = graph.tensors[uid]
+        if tensor.value is None:
+            buffers["in." + port] = uid
     for port, uid in node.outputs:
-        buffers[f"out.{port}"] = uid
+        specs[port] = graph.tensors[uid]
+        buffers["out." + port] = uid
+    reason = not_capturable(node.op, node.attribute, specs, arch)
     estimate = node_estimate(graph, node, arch, sizes.bindings, sizes)
     return Step(f"torch.{node.op}", None, (node.index,), buffers, estimate, not reason, reason)
 
@@ -194,7 +200,14 @@ def _ordered_steps(
 
 
 def _workspace(graph: OpGraph, steps: Sequence[Step], sizes: Sizes) -> WorkspaceLayout:
-    return plan_workspace(lifetimes(graph.tensors, [(s.reads, s.writes) for s in steps]), sizes)
+    accesses = []
+    for step in steps:
+        if step.match is not None:
+            accesses.append((step.reads, step.writes))
+        else:
+            node = graph.nodes[step.nodes[0]]
+            accesses.append((tuple([uid for _, uid in node.inputs]), tuple([uid for _, uid in node.outputs])))
+    return plan_workspace(lifetimes(graph.tensors, accesses), sizes)
 
 
 __all__ = ["left_unfused", "make_plan", "require_fused"]

@@ -89,7 +89,7 @@ class Sizes:
     def __init__(self, bindings: Mapping[str, int]) -> None:
         self.bindings = bindings
         self._dims: dict[int, tuple[Dim, int]] = {}
-        self._bytes: dict[int, tuple[TensorSpec, int]] = {}
+        self._tensors: dict[int, tuple[TensorSpec, int, int]] = {}
         self._spans: dict[int, tuple[TensorSpec, int]] = {}
 
     def of(self, dim: Dim) -> int:
@@ -103,18 +103,22 @@ class Sizes:
 
     def elements(self, tensor: TensorSpec) -> int:
         """Elements of a tensor."""
-        count = 1
-        for dim in tensor.dim:
-            count *= self.of(dim)
-        return count
+        return self.held(tensor)[1]
 
     def nbytes(self, tensor: TensorSpec) -> int:
         """Bytes of its data, gaps of its strides not counted."""
-        held = self._bytes.get(id(tensor))
+        return self.held(tensor)[2]
+
+    def held(self, tensor: TensorSpec) -> tuple[TensorSpec, int, int]:
+        """The tensor, its elements and its bytes."""
+        held = self._tensors.get(id(tensor))
         if held is None:
-            size = -(-self.elements(tensor) * tensor.data_type.info.bits // 8)
-            held = self._bytes[id(tensor)] = (tensor, size)
-        return held[1]
+            count = 1
+            for dim in tensor.dim:
+                count *= dim if isinstance(dim, int) else self.of(dim)
+            size = -(-count * tensor.data_type.info.bits // 8)
+            held = self._tensors[id(tensor)] = (tensor, count, size)
+        return held
 
     def span(self, tensor: TensorSpec) -> int:
         """Bytes from the first to the last element, gaps included; 0 for an empty tensor."""
@@ -136,11 +140,24 @@ def node_estimate(
     `sizes` of the same bindings spares repeated work over many nodes.
     """
     sizes = sizes or Sizes(bindings)
-    tensors = graph.tensors
-    moved = sum(sizes.nbytes(tensors[uid]) for uid in {uid for _, uid in (*node.inputs, *node.outputs)}
-                if tensors[uid].value is None)  # fmt: skip
-    moved += sum(sizes.nbytes(tensors[uid]) for port, uid in node.outputs if port in node.reads_output)
-    return _roofline(_node_flops(graph, node, sizes), moved, UNFUSED_LAUNCHES.get(node.op, 2), arch)
+    moved = largest = 0
+    seen = set()
+    for _, uid in node.inputs + node.outputs:
+        if uid in seen:
+            continue
+        seen.add(uid)
+        tensor = graph.tensors[uid]
+        if tensor.value is None:
+            _, count, size = sizes.held(tensor)
+            moved += size
+            largest = max(largest, count)
+    for port in node.reads_output:
+        moved += sizes.nbytes(graph.tensors[node.output_uids[port]])
+    if node.op in ("grouped_matmul", "grouped_matmul_wgrad"):
+        flops = _node_matmul_flops(graph, node, sizes)
+    else:
+        flops = FLOPS_PER_ELEMENT.get(node.op, 1) * largest
+    return _roofline(flops, moved, UNFUSED_LAUNCHES.get(node.op, 2), arch)
 
 
 def match_estimate(
@@ -170,13 +187,11 @@ def _roofline(flops: float, size: int, launches: int, arch: Arch) -> Estimate:
     return Estimate(float(flops), float(size), seconds, launches)
 
 
-def _node_flops(graph: OpGraph, node: Node, sizes: Sizes) -> float:
+def _node_matmul_flops(graph: OpGraph, node: Node, sizes: Sizes) -> float:
     ports = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
     if node.op == "grouped_matmul":
         return _matmul_flops(ports["y"], ports["a"], sizes)
-    if node.op == "grouped_matmul_wgrad":
-        return _matmul_flops(ports["a"], ports["dy"], sizes)
-    return FLOPS_PER_ELEMENT.get(node.op, 1) * max(sizes.elements(t) for t in ports.values())
+    return _matmul_flops(ports["a"], ports["dy"], sizes)
 
 
 def _match_flops(problem: Problem, sizes: Sizes) -> float:
