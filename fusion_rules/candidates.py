@@ -14,6 +14,7 @@ from typing import Any
 
 from ..graph_ops.ir.dtypes import DataType
 from ..graph_ops.ir.nodes.glu import ACTIVATION_PARAMETERS
+from ..graph_ops.ir.tensor import TensorSpec
 from ..kernels.arch import Arch
 from ..kernels.condition import Reason
 from ..kernels.problem import Problem
@@ -80,10 +81,15 @@ def make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphV
         interior.append(uid)
         if uses[uid]:
             rounding[name] = tensors[uid].data_type
-    placed = {name: named[name] for name in roles if name in named}
+    placed: dict[str, int] = {}
+    specs: dict[str, TensorSpec] = {}
+    for name in roles:
+        if name in named:
+            placed[name] = uid = named[name]
+            specs[name] = tensors[uid]
     problem = Problem(
         rule=rule.id,
-        tensors={name: tensors[uid] for name, uid in placed.items()},
+        tensors=specs,
         attributes=dict(_attributes(shape, tuple(view.nodes[i].attributes for i in indices))),
         rounding=rounding,
         deterministic=graph.deterministic,

@@ -105,7 +105,16 @@ def embeddings(
 ) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Every way to fit the pattern's core: (label -> node index, name -> tensor uid). Different labels are different
     nodes; the same set of nodes comes once per order of commutative operands that fits."""
-    label = pattern.anchor.label
+    if pattern.early is not None:
+        wanted, reach = pattern.core[1], pattern.reaches[0]
+        uid = anchor.output_uids.get(pattern.early)
+        if uid is not None and not any(use.node.op == wanted.op for use in view.uses[uid]):
+            fitted = (anchor.index,)
+            trace.note(fitted, NO_READER, uid, wanted, reach)
+            for use in view.uses[uid]:
+                trace.note(fitted, OP, use.node, wanted, reach)
+            return []
+    label = pattern.core[0].label
     partial = [({label: anchor.index}, values) for values in _bind(pattern.anchor, anchor, {}, trace, ())]
     for wanted, reach in zip(pattern.core[1:], pattern.reaches, strict=True):
         if not partial:
@@ -154,15 +163,19 @@ def _bind(
             if attribute.get(name) not in allowed:
                 trace.note(fitted, ATTRIBUTE, node, wanted, name)
                 return []
-    outputs = _bind_ports(wanted, node, node.outputs, wanted.output_names, wanted.outputs, values, trace, fitted)
-    if outputs is None:
+    bound = dict(values)
+    if not _bind_ports(wanted, node, node.outputs, wanted.output_names, wanted.outputs, bound, trace, fitted):
         return []
-    bound = _bind_ports(wanted, node, node.inputs, wanted.input_names, wanted.inputs, outputs, trace, fitted)
-    found = [] if bound is None else [bound]
-    if (swapped := wanted.swapped_names) is not None:
-        other = _bind_ports(wanted, node, node.inputs, swapped, swapped, outputs, trace, fitted)
-        if other is not None and other != bound:
-            found.append(other)
+    swapped = wanted.swapped_names
+    if swapped is None:
+        fits = _bind_ports(wanted, node, node.inputs, wanted.input_names, wanted.inputs, bound, trace, fitted)
+        return [bound] if fits else []
+    other = dict(bound)
+    found = []
+    if _bind_ports(wanted, node, node.inputs, wanted.input_names, wanted.inputs, bound, trace, fitted):
+        found.append(bound)
+    if _bind_ports(wanted, node, node.inputs, swapped, swapped, other, trace, fitted) and other not in found:
+        found.append(other)
     return found
 
 
@@ -172,27 +185,28 @@ def _bind_ports(
     given: tuple[tuple[str, int], ...],
     names: Mapping[str, str],
     required: Mapping[str, str],
-    values: dict[str, int],
+    bound: dict[str, int],
     trace: Trace,
     fitted: tuple[int, ...],
-) -> dict[str, int] | None:
-    bound = dict(values)
+) -> bool:
+    """Adds the tensors at `given` ports to `bound`; False, with a note, where one does not fit."""
     seen = 0
     for port, uid in given:
         name = names.get(port)
         if name is None:
             trace.note(fitted, PORT_EXTRA, node, wanted, port)
-            return None
-        seen += port in required
+            return False
+        if port in required:
+            seen += 1
         known = bound.setdefault(name, uid)
         if known != uid:
             elsewhere = [p for p, u in given if u == known]
             trace.note(fitted, PORT if elsewhere else OPERAND, node, wanted, port, known, uid, elsewhere)
-            return None
+            return False
     if seen < len(required):
         trace.note(fitted, PORT_MISSING, node, wanted, sorted(set(required) - {p for p, _ in given}))
-        return None
-    return bound
+        return False
+    return True
 
 
 def _attach(pattern: Pattern, view: GraphView, nodes: dict[str, int], values: dict[str, int]) -> Match:

@@ -103,6 +103,14 @@ class Pattern:
         return self._shapes[attached]
 
     @cached_property
+    def early(self) -> str | None:
+        """The anchor's output port that the second node of the core reads, if it does. Most anchors have no such reader
+        and are rejected before anything is bound."""
+        if len(self.core) < 2 or not self.reaches[0].downstream:
+            return None
+        return next((p for p, name in self.core[0].output_names.items() if name == self.reaches[0].name), None)
+
+    @cached_property
     def reaches(self) -> tuple[Reach, ...]:
         """How each node of the core after the anchor is reached."""
         return tuple(self._reach(self.core[:i], node) for i, node in enumerate(self.core) if i)
