@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opfuse.graph_ops.ir.dims import ceil_div
 
 ATOM = 512
 
@@ -12,6 +11,9 @@ ATOM = 512
 @pytest.fixture
 def atom_loop():
     """The scale atom in four lines, as NVIDIA's documentation describes it: (R, C) bytes -> its padded memory, flat."""
+
+    def ceil_div(value: int, divisor: int) -> int:
+        return -(-value // divisor)
 
     def swizzle(matrix: torch.Tensor) -> torch.Tensor:
         rows, columns = matrix.shape
@@ -26,6 +28,6 @@ def atom_loop():
 
 
 @pytest.fixture
-def seed(request):
+def seed():
     """A fresh seed; pytest prints it with the arguments of a failing test."""
     return int(torch.seed() % 2**31)
