@@ -24,7 +24,7 @@ def test_group_sum(num, draw, split, dtype):
     plain = torch.stack([p.sum(0) for p in parts(x, split)])
     y, want = case.run(strided=True)["y"], case.oracle()["y"]
     num.assert_close(y, want, plain, f"{split}, seed {draw.seed}")
-    assert ((y.double() - want).abs() <= 0.5001 * torch.finfo(dtype).eps * want.abs() + 2e-5).all(), "rounded twice"
+    assert ((y.double() - want).abs() <= 0.5001 * torch.finfo(dtype).eps * want.abs() + 1e-4).all(), "rounded twice"
 
 
 def test_group_sum_keeps_nan_with_its_expert(num, draw):
