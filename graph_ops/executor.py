@@ -7,7 +7,7 @@ may), synchronises nothing, and keeps no buffer, view or pointer after it return
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,12 +115,16 @@ def allocate(spec: TensorSpec, bindings: Mapping[str, int], device: torch.device
     """A buffer of `spec`'s shape, strides, data type and alignment."""
     shape, stride = storage_shape(spec, bindings), storage_stride(spec, bindings)
     dtype = torch_dtype(spec.data_type)
-    size = stored_bytes(shape, stride, dtype)
-    spare = spec.alignment if spec.alignment > WORKSPACE_ALIGNMENT[device.type] else 0
-    make: Callable[..., torch.Tensor] = torch.zeros if zeroed else torch.empty
-    memory = make(size + spare, dtype=torch.uint8, device=device)
-    shift = -memory.data_ptr() % spec.alignment if spare else 0
-    return memory[shift : shift + size].view(dtype).as_strided(shape, stride)
+    if spec.alignment <= WORKSPACE_ALIGNMENT[device.type]:
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    else:
+        size = stored_bytes(shape, stride, dtype)
+        memory = torch.empty(size + spec.alignment, dtype=torch.uint8, device=device)
+        shift = -memory.data_ptr() % spec.alignment
+        made = memory[shift : shift + size].view(dtype).as_strided(shape, stride)
+    if zeroed:
+        zero(made)
+    return made
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opfuse.graph_ops import DataType, Graph
+from opfuse.graph_ops import DataType, Graph, VerificationError
 from opfuse.graph_ops.ir import OpGraph, TensorSpec
 from opfuse.graph_ops.plan import Plan
 from opfuse.graph_ops.planner import make_plan
@@ -181,6 +181,14 @@ def test_unread_virtual_outputs_have_memory_of_their_own() -> None:
         t.set_output(True).set_name(name)
     assert torch.equal(got.view(torch.uint8), both({"x": value})["scale"].view(torch.uint8))
     assert not codes.is_output
+
+
+def test_a_broken_graph_is_refused_before_planning() -> None:
+    graph = Graph(device="cpu")
+    graph.relu(graph.tensor("x", (4,)))
+    with pytest.raises(VerificationError) as caught:
+        make_plan(graph.operation_graph(), ARCHES["sm90"])
+    assert caught.value.code == "NO_OUTPUT"
 
 
 def _graph_of(tools: Any) -> OpGraph:

@@ -346,6 +346,21 @@ def test_called_graph_returns_what_was_given_and_allocates_the_rest(tools: Any) 
     assert not any(out[n].requires_grad for n in out)
 
 
+def test_allocated_outputs_have_the_declared_strides_and_alignment_and_are_no_views() -> None:
+    graph = Graph(device="cpu", io_data_type=DataType.FLOAT)
+    x = graph.tensor("x", (graph.symbol("M"), 6))
+    graph.relu(x).set_output(True).set_name("strided").set_stride((1, 40))
+    graph.neg(x).set_output(True).set_name("aligned").set_alignment_value(4096)
+    graph.swish(x).set_output(True).set_name("plain")
+    for rows in (0, 1, 40):
+        value = torch.randn(rows, 6)
+        out = graph({"x": value})
+        assert torch.equal(out["strided"], value.relu()) and torch.equal(out["aligned"], -value)
+        assert rows < 2 or out["strided"].stride() == (1, 40)
+        assert out["aligned"].data_ptr() % 4096 == 0
+        assert out["plain"]._base is None and out["strided"]._base is None
+
+
 def test_outputs_of_one_name_stand_under_their_uids() -> None:
     graph = Graph(device="cpu", io_data_type=DataType.FLOAT)
     x = graph.tensor("x", (2,))
