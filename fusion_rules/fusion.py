@@ -77,13 +77,14 @@ def why_not(
     """Every verdict of one rule (or raise): at `node`, by index in the raised graph or by name, or everywhere.
 
     Never empty: where the rule could not even begin, one verdict says so (its anchor is -1 if no node was asked about).
+    A node that was raised stands for what it was raised into.
     Raises GraphError for an unknown rule or node.
     """
     known = [*RAISES, *(r.id for r in RULES)]
     if rule_id not in known:
         raise GraphError("RULE_UNKNOWN", asked=f"why_not {rule_id!r}", required=f"one of {known}")
     report = fuse(graph, arch, disable=disable, kernels=kernels)
-    asked = None if node is None else _node(report.graph, node)
+    asked = None if node is None else _node(report, graph, node)
     said = [v for v in report.verdicts if v.rule == rule_id]
     if asked is not None:
         said = [v for v in said if asked.index == v.anchor or asked.index in v.nodes]
@@ -166,13 +167,18 @@ def _fused(candidate: Candidate) -> FusedMatch:
     return FusedMatch(cover.rule.id, candidate.kernel.id, cover.nodes, cover.roles, cover.problem)
 
 
-def _node(graph: OpGraph, node: int | str) -> Node:
-    found = [n for n in graph.nodes if node in (n.index, n.name)]
+def _node(report: FusionReport, declared: OpGraph, node: int | str) -> Node:
+    """The node of the raised graph: by index, by name, or the one that a declared node of that name was raised into."""
+    found = [n for n in report.graph.nodes if node in (n.index, n.name)]
+    if not found and isinstance(node, str):
+        gone = {n.index for n in declared.nodes if n.name == node}
+        into = {r.into for r in report.raisings if gone & set(r.nodes)}
+        found = [n for n in report.graph.nodes if n.name in into]
     if len(found) != 1:
         raise GraphError(
             "NODE_UNKNOWN",
             asked=f"node {node!r}",
             seen=f"{len(found)} of that name or index",
-            required=f"one of {[n.name for n in graph.nodes]}",
+            required=f"one of {[n.name for n in report.graph.nodes]}",
         )
     return found[0]

@@ -109,10 +109,9 @@ def embeddings(
         wanted, reach = pattern.core[1], pattern.reaches[0]
         uid = anchor.output_uids.get(pattern.early)
         if uid is not None and not any(use.node.op == wanted.op for use in view.uses[uid]):
-            fitted = (anchor.index,)
-            trace.note(fitted, NO_READER, uid, wanted, reach)
+            trace.note((anchor.index,), NO_READER, uid, wanted, reach)
             for use in view.uses[uid]:
-                trace.note(fitted, OP, use.node, wanted, reach)
+                trace.note((anchor.index,), OP, use.node, wanted, reach)
             return []
     label = pattern.core[0].label
     partial = [({label: anchor.index}, values) for values in _bind(pattern.anchor, anchor, {}, trace, ())]

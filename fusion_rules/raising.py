@@ -292,17 +292,19 @@ def _forward(
 
 def _misfit(view: GraphView, derived: frozenset[int], wanted: str, anchor: Node) -> Reason:
     """Why no form was read: a value that rounds on the way, or else another formula."""
-    tensors = view.graph.tensors
-    rounded = [
-        u
-        for u in sorted(derived)
-        if tensors[u].data_type not in (DataType.FLOAT, DataType.BOOLEAN)
-        and view.producers[u].node.op in ALGEBRAIC_OPS
-        and any(use.node.op in ALGEBRAIC_OPS for use in view.uses[u])
-    ]
+    rounded = [u for u in sorted(derived) if _rounds_inside(view, u)]
     if rounded:
         return _rounds(view, rounded, anchor)
     return Reason(RAISE_FORM, f"the composition at {anchor.name} is another function", wanted, where=anchor.path)
+
+
+def _rounds_inside(view: GraphView, uid: int) -> bool:
+    """Whether a value that algebraic ops read rounds where one node would not."""
+    tensors, node = view.graph.tensors, view.producers[uid].node
+    exact = [DataType.FLOAT, DataType.BOOLEAN]
+    if node.op == "split_glu":
+        exact.append(tensors[node.input_uids["x"]].data_type)
+    return tensors[uid].data_type not in exact and any(use.node.op in ALGEBRAIC_OPS for use in view.uses[uid])
 
 
 def _rounds(view: GraphView, uids: Sequence[int], anchor: Node) -> Reason:

@@ -274,6 +274,9 @@ def forward_miss(change: str) -> tuple[OpGraph, str]:
             s.set_data_type(BF16)
         case "silu rounds":
             silu_.set_data_type(BF16)
+        case "gate rounds":
+            p.x.set_data_type(FLOAT)
+            p.gate.set_data_type(BF16)
         case "silu is an output":
             outputs.append(silu_.set_data_type(FLOAT))
             code = "RAISE_ESCAPES"
@@ -286,7 +289,7 @@ def forward_miss(change: str) -> tuple[OpGraph, str]:
     return fg.frozen(g, *outputs), code
 
 
-FORWARD_MISSES = ("sigmoid rounds", "silu rounds", "silu is an output", "sigmoid is read elsewhere",
+FORWARD_MISSES = ("sigmoid rounds", "silu rounds", "gate rounds", "silu is an output", "sigmoid is read elsewhere",
                   *(name for name in OTHER_FUNCTIONS if name != "a difference"))  # fmt: skip
 
 
@@ -411,6 +414,13 @@ def test_raising_reports_the_nodes_as_declared():
     new, (raising,) = raise_graph(graph)
     assert [graph.nodes[i].op for i in raising.nodes] == ["swish", "mul"]
     assert raising.into == new.nodes[0].name and new.nodes[0].location == graph.nodes[2].location
+
+
+def test_why_not_at_a_raised_node_speaks_of_what_it_became():
+    p = start()
+    graph = fg.frozen(p.g, p.g.mul(p.up, p.g.swish(p.gate)))
+    (verdict,) = why_not(graph, "grouped_gemm_glu", fg.SM90, "swish.0")
+    assert verdict.anchor == 0 and "glu.of.mul.0 is glu" in verdict.reasons[0].observed
 
 
 def test_a_split_that_others_read_stays():
