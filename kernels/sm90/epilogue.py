@@ -14,6 +14,14 @@ from .epilogue_math import DeviceMath, glu_backward
 from .quantizer import Quantizer
 
 
+def rolls(config: DgluConfig) -> bool:
+    """Whether the epilogue's columns are a loop."""
+    import os
+
+    r = os.environ.get("ROLL", "")
+    return r == "1" if r else config.q_row_dtype is not None or config.q_col_dtype is not None
+
+
 class Epilogue:
     """State and steps of one warp's epilogue; every tensor that the configuration does not ask for is None."""
 
@@ -29,6 +37,7 @@ class Epilogue:
         self.ring = stores.Ring(config.glu_layout, warp, self.lane)
         self.ring_base = storage.c.data_ptr().toint()
         self.math = DeviceMath()
+        self.rolled = rolls(config)
         self.loads_c, self.stores_d = config.c_dtype != "fp32", config.d_dtype in ("bf16", "fp16")
         self.quantizes = config.q_row_dtype is not None or config.q_col_dtype is not None
         self.quantizer = Quantizer(config, columns, rows, self.lane, *quantized) if self.quantizes else None
@@ -82,31 +91,15 @@ class Epilogue:
             self.row_sum.fill(0.0)
         if cutlass.const_expr(self.peak is not None):
             self.peak.fill(0.0)
-        for nc in cutlass.range_constexpr(s.tile_n // CHUNK_N):
-            if n0 + nc * CHUNK_N < self.columns:
-                if cutlass.const_expr(self.column_sum is not None):
-                    self.column_sum.fill(0.0)
-                values = [None] * s.m_blocks
-                for block in cutlass.range_constexpr(s.m_blocks):
-                    values[block] = self._chunk(acc, nc, block, row, n0 + nc * CHUNK_N, end, used)
-                    if cutlass.const_expr(self.stores_d):
-                        cute.arch.cp_async_bulk_commit_group()
-                        if cutlass.const_expr(nc + block > 0):
-                            # All but the newest store have read their chunk: the one before it may be refilled.
-                            cute.arch.cp_async_bulk_wait_group(1, read=True)
-                            self._give_back(used - 1)
-                    else:
-                        self._give_back(used)
-                    used += 1
-                    if cutlass.const_expr(self.config.q_row_dtype is not None):
-                        self.quantizer.quantize_rows(values[block], row + self.block_row(block), end, n0 + nc * CHUNK_N)
-                if cutlass.const_expr(self.config.q_col_dtype is not None):
-                    self.quantizer.quantize_columns(values, row + self.block_row(0), end, n0 + nc * CHUNK_N)
-                if cutlass.const_expr(self.column_sum is not None):
-                    reductions.store_column_sums(
-                        self.column_sum, self.storage.scratch.data_ptr().toint(), self.group, self.warp, self.lane,
-                        self.dbias_parts, slot, n0 + nc * CHUNK_N, self.columns, self.config.glu_layout, s.pingpong,
-                    )  # fmt: skip
+        if cutlass.const_expr(self.rolled):
+            part = cute.make_rmem_tensor((16 * s.m_blocks,), Float32)
+            for nc in cutlass.range(cutlass.min(s.tile_n, self.columns - n0) // CHUNK_N, unroll=1):
+                self._pick(acc, nc, part)
+                used = self._columns(part, 0, nc > 0, row, n0 + nc * CHUNK_N, end, slot, used)
+        else:
+            for nc in cutlass.range_constexpr(s.tile_n // CHUNK_N):
+                if n0 + nc * CHUNK_N < self.columns:
+                    used = self._columns(acc, nc, nc > 0, row, n0 + nc * CHUNK_N, end, slot, used)
         if cutlass.const_expr(self.stores_d):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self._give_back(used - 1)
@@ -115,6 +108,49 @@ class Epilogue:
         if cutlass.const_expr(self.peak is not None):
             reductions.store_peaks(self.peak, self.amax_parts, slot, n0 // s.tile_n, self.group, self.warp, self.lane,
                                    s.pingpong)
+        return used
+
+    @cute.jit
+    def _pick(self, acc: cute.Tensor, nc: Int32, part: cute.Tensor):
+        """Copies the accumulators of 32 compact columns; registers have no dynamic index, so one branch per choice."""
+        s = self.schedule
+        for i in cutlass.range_constexpr(s.tile_n // CHUNK_N):
+            if nc == i:
+                for block in cutlass.range_constexpr(s.m_blocks):
+                    for v in cutlass.range_constexpr(16):
+                        part[16 * block + v] = p.copied(acc[block * (s.tile_n // 2) + 16 * i + v])
+
+    @cute.jit
+    def _columns(self, acc: cute.Tensor, nc: cutlass.Constexpr, follows, row: Int32, n0: Int32, end: Int32,
+                 slot: Int32, used: Int32):
+        """32 compact columns of the tile; `follows` says whether an earlier chunk of this tile is still to be released."""
+        config = self.config
+        if cutlass.const_expr(self.column_sum is not None):
+            self.column_sum.fill(0.0)
+        values = [None] * self.schedule.m_blocks
+        for block in cutlass.range_constexpr(self.schedule.m_blocks):
+            values[block] = self._chunk(acc, nc, block, row, n0, end, used)
+            if cutlass.const_expr(self.stores_d):
+                cute.arch.cp_async_bulk_commit_group()
+                # All but the newest store have read their chunk: the one before it may be refilled.
+                if cutlass.const_expr(block > 0):
+                    cute.arch.cp_async_bulk_wait_group(1, read=True)
+                    self._give_back(used - 1)
+                elif follows:
+                    cute.arch.cp_async_bulk_wait_group(1, read=True)
+                    self._give_back(used - 1)
+            else:
+                self._give_back(used)
+            used += 1
+            if cutlass.const_expr(config.q_row_dtype is not None):
+                self.quantizer.quantize_rows(values[block], row + self.block_row(block), end, n0)
+        if cutlass.const_expr(config.q_col_dtype is not None):
+            self.quantizer.quantize_columns(values, row + self.block_row(0), end, n0)
+        if cutlass.const_expr(self.column_sum is not None):
+            reductions.store_column_sums(
+                self.column_sum, self.storage.scratch.data_ptr().toint(), self.group, self.warp, self.lane,
+                self.dbias_parts, slot, n0, self.columns, config.glu_layout, self.schedule.pingpong,
+            )  # fmt: skip
         return used
 
     @cute.jit
@@ -149,7 +185,7 @@ class Epilogue:
         """16 compact columns of one chunk: gradient words in the ring's order; fills `values` for the quantizer."""
         config = self.config
         dgate_words, dup_words = [], []
-        per_block = self.schedule.tile_n // 2
+        per_block = 16 if self.rolled else self.schedule.tile_n // 2
         for j in range(2):
             for r in range(2):
                 first = block * per_block + 4 * (nc * 4 + half * 2 + j) + 2 * r

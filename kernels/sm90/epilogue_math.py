@@ -62,7 +62,7 @@ class DeviceMath:
         self.fma = lambda a, b, c: p.fma(a, b, c)
         self.minimum = lambda a, b: cute.arch.fmin(a, cutlass.Float32(b))
         self.maximum = lambda a, b: cute.arch.fmax(a, cutlass.Float32(b))
-        self.zero_unless = lambda keep, value: cutlass.select_(keep, value, cutlass.Float32(0.0))
+        self.zero_unless = lambda keep, value: p.select(keep, value, cutlass.Float32(0.0))
         self.both = lambda a, b: a & b
         self.one = cutlass.Float32(1.0)
 

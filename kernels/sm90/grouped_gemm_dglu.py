@@ -47,8 +47,6 @@ from .config import (
 from .epilogue import Epilogue
 from .experts import DescribeExperts, descriptor
 
-import os
-PROBE = os.environ.get('PROBE','').split('+')
 THREADS = WARPGROUP * (1 + CONSUMERS)
 
 
@@ -286,6 +284,8 @@ class GroupedGemmDglu:
         mask_b = cutlass.Int16(((1 << s.cluster_m) - 1) << (rank_n * s.cluster_m)) if s.cluster_m > 1 else None
         experts = cute.size(offsets)
         tiles_n = (columns + (s.tile_n * s.cluster_n - 1)) // (s.tile_n * s.cluster_n)
+        # Rows of dy that a single cluster reads need not stay in L2.
+        policy_a = p.select(tiles_n == 1, Int64(stores.STREAM), Int64(stores.NORMAL))
         state = (Int32(0), Int32(0), *scheduler.load_window(offsets, Int32(0), experts, s.tile_m, s.cluster_m))
         tile = cute.arch.block_idx()[0] // s.cluster_size
         step = cute.arch.grid_dim()[0] // s.cluster_size
@@ -330,7 +330,9 @@ class GroupedGemmDglu:
             def copy_a(k, at, barrier):
                 for i, (part_a, tile_a) in enumerate(sources):
                     target = part_a[None, i, 0, at]
-                    cute.copy(atom_a, tile_a[None, k], target, tma_bar_ptr=barrier, mcast_mask=mask_a)
+                    cute.copy(
+                        atom_a, tile_a[None, k], target, tma_bar_ptr=barrier, mcast_mask=mask_a, cache_policy=policy_a
+                    )
 
             def copy_b(k, at, barrier):
                 cute.copy(
@@ -391,7 +393,7 @@ class GroupedGemmDglu:
         tile, used0, used1 = Int32(0), Int32(0), Int32(0)
         row, n0, end, expert, _ = self._read_record(storage, tile)
         while expert != scheduler.END:
-            if row < end and "bare" not in PROBE:
+            if row < end:
                 for nc in cutlass.range_constexpr(s.tile_n // CHUNK_N):
                     if n0 + nc * CHUNK_N < columns:
                         for mi in cutlass.range_constexpr(s.m_blocks):
@@ -480,14 +482,8 @@ class GroupedGemmDglu:
             if cutlass.const_expr(s.pingpong):
                 stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
             # A cluster's last tile in M or N may lie past the expert's rows or past the columns.
-            if row < end and n0 < columns and "bare" not in PROBE:
+            if row < end and n0 < columns:
                 used = epilogue.run(acc, row, n0, end, slot, used)
-            if cutlass.const_expr("bare" in PROBE):
-                tot = Float32(0.0)
-                for i in cutlass.range_constexpr(cute.size(acc)):
-                    tot += acc[i]
-                if tot == 123.456:
-                    epilogue.dprob_parts[0, 0] = tot
             tile += stride
             row, n0, end, expert, slot = self._read_record(storage, tile)
         # Shared memory must outlive the stores that read it.

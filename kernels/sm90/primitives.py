@@ -16,6 +16,11 @@ DTYPES = {
 LOG2_E = 1.4426950408889634
 
 
+def select(condition, yes, no):
+    """`yes` where the condition holds, else `no`; both of `yes`'s type."""
+    return type(yes)(cutlass.select_(condition, yes, no))
+
+
 def ldmatrix4(address):
     """Four 8x8 matrices of 16-bit elements from shared memory, one row address a lane: 4 words a lane."""
     return cute.arch.inline_ptx(
@@ -153,6 +158,11 @@ def pack_fp8(low, high, dtype: str):
 def bits(value):
     """The 32 bits of a float."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[value])
+
+
+def copied(x):
+    """The same value; unlike a plain copy, not one that the compiler turns into a select of all candidates."""
+    return cute.arch.inline_ptx("mov.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 def absolute(x):

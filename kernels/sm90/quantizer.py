@@ -54,15 +54,15 @@ def special(keys):
 
 def special_factor(key, factor):
     """1 / decode(scale) where the key is special."""
-    factor = cutlass.select_(key >= Uint32(INFINITE), Uint32(0x00400000), factor)
-    return cutlass.select_(key >= Uint32(NAN), Uint32(0x7FFFFFFF), factor)
+    factor = p.select(key >= Uint32(INFINITE), Uint32(0x00400000), factor)
+    return p.select(key >= Uint32(NAN), Uint32(0x7FFFFFFF), factor)
 
 
 def scale_byte(key, exponent):
     """The E8M0 byte of a key whose reciprocal scale has this biased exponent."""
     code = Uint32(254) - exponent
-    code = cutlass.select_(key >= Uint32(INFINITE), Uint32(254), code)
-    return cutlass.select_(key >= Uint32(NAN), Uint32(255), code)
+    code = p.select(key >= Uint32(INFINITE), Uint32(254), code)
+    return p.select(key >= Uint32(NAN), Uint32(255), code)
 
 
 @cute.jit
@@ -101,19 +101,19 @@ class QuadTranspose:
         q = lane & 3
         upper, odd = q >= 2, (q & 1) == 1
         whole_low, whole_high = Int32(0x3210), Int32(0x7654)
-        self.stay = cutlass.select_(upper, whole_high, whole_low)
-        self.leave = cutlass.select_(upper, whole_low, whole_high)
+        self.stay = p.select(upper, whole_high, whole_low)
+        self.leave = p.select(upper, whole_low, whole_high)
         low, high = Int32(0x5410), Int32(0x7632)
-        self.keep = cutlass.select_(odd, high, low)
-        self.send = cutlass.select_(odd, low, high)
+        self.keep = p.select(odd, high, low)
+        self.send = p.select(odd, low, high)
         # Sources arrive as kept = (q, q^2) and received = (q^1, q^3); the output counts them 0, 1 and 2, 3.
         swap = Int32(0x1054)  # received first
         swap_high = Int32(0x3276)
-        self.first = cutlass.select_(
-            upper, cutlass.select_(odd, swap_high, high), cutlass.select_(odd, swap, low)
+        self.first = p.select(
+            upper, p.select(odd, swap_high, high), p.select(odd, swap, low)
         )
-        self.second = cutlass.select_(
-            upper, cutlass.select_(odd, swap, low), cutlass.select_(odd, swap_high, high)
+        self.second = p.select(
+            upper, p.select(odd, swap, low), p.select(odd, swap_high, high)
         )
 
     def __call__(self, w0, w1):
@@ -195,9 +195,9 @@ class Quantizer:
             # Lane 4*s + q stores the scales of side s // 4, columns 8*(s % 4) + 2*q + {0, 1}.
             s = self.lane >> 2
             for i in cutlass.range_constexpr(2):
-                low = cutlass.select_((s & 1) == 0, keys[i], keys[2 + i])
-                high = cutlass.select_((s & 1) == 0, keys[4 + i], keys[6 + i])
-                mine = cutlass.select_((s & 2) == 0, low, high)
+                low = p.select((s & 1) == 0, keys[i], keys[2 + i])
+                high = p.select((s & 1) == 0, keys[4 + i], keys[6 + i])
+                mine = p.select((s & 2) == 0, low, high)
                 n = n0 + 8 * (s & 3) + 2 * (self.lane & 3) + i
                 self._store_column_scale(row, n, s >> 2, byte_of(mine, s >> 2, dtype))
 

@@ -20,8 +20,8 @@ def _fold(values, lane, step_lane: int):
     half = len(values) // 2
     out = []
     for low, high in zip(values[:half], values[half:]):
-        mine = cutlass.select_(keep_high, high, low)
-        theirs = cutlass.select_(keep_high, low, high)
+        mine = p.select(keep_high, high, low)
+        theirs = p.select(keep_high, low, high)
         out.append(mine + cute.arch.shuffle_sync_bfly(theirs, step_lane))
     return out
 

@@ -23,6 +23,7 @@ HALF_BOX_BYTES = CHUNK_BYTES // 2
 WARP_ROWS = 16
 # L2 policy "evict first" for C and D, which nobody reads again, so that dy and weights stay: 1 to 5 % on an H200.
 STREAM = 0x12F0000000000000
+NORMAL = 0x1000000000000000
 
 
 def box_columns(glu_layout: str) -> int:
