@@ -5,8 +5,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10,\
-	$(shell $(p) -c 'import sys; (3, 10) <= sys.version_info[:2] <= (3, 13) and print("$(p)")' 2>/dev/null)))
+PYTHONS := python3 python3.13 python3.12 python3.11 python3.10
+PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -37,9 +37,14 @@ lint: $(READY)
 # The kernels' packages exist for Linux only, and not for every interpreter: without them the tests that compile
 # kernels skip and say so.
 $(READY): pyproject.toml setup.py constraints.txt Makefile
-	@if [ -z '$(PYTHON)' ]; then echo 'no Python 3.10 to 3.13 found: install one, or give PYTHON=/path/to/python' >&2; exit 1; fi
 	@if ! [ -x $(BIN)/python ]; then \
-		'$(PYTHON)' -m venv $(VENV) || { rm -rf $(VENV); echo 'this Python makes no environment; on Debian: apt-get install python3-venv' >&2; exit 1; }; fi
+		for candidate in $(if $(PYTHON),'$(PYTHON)',$(PYTHONS)); do \
+			if "$$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+				then python=$$candidate; break; fi; \
+		done; \
+		if [ -z "$${python:-}" ]; then echo 'no Python 3.10 to 3.13 found: install one, or give PYTHON=/path/to/python' >&2; exit 1; fi; \
+		"$$python" -m venv $(VENV) || { rm -rf $(VENV); echo 'this Python makes no environment; on Debian: apt-get install python3-venv' >&2; exit 1; }; \
+	fi
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
 	if [ "$$(uname -s)" = Linux ] && $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[cuda,test,lint]'; \
 		then :; else echo 'the cuda extra is not installable here: going on without it'; \
