@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..kernels import torch_ops
-from ..kernels.problem import ROLES
+from ..kernels.problem import ROLES, Problem
 from ..kernels.registry import KERNELS, FusedKernel, KernelEntry
 from .buffers import WORKSPACE_ALIGNMENT, Bound, storage_shape, storage_stride, torch_dtype
 from .ir.dims import evaluate
@@ -73,8 +73,8 @@ class UnfusedStep:
 class FusedStep:
     """One launch of a fused kernel.
 
-    `zeroed` are outputs that must be zero before the launch, because a later step reads rows outside the groups, which
-    a fused kernel need not write; `rows` is the uid of the tensor whose rows the kernel walks.
+    `zeroed` are outputs that must be zero before the launch: scales with padding, and virtual tensors of which a later
+    step reads rows outside the groups; a fused kernel need write neither. `rows` is the tensor whose rows it walks.
     """
 
     kernel: FusedKernel
@@ -152,7 +152,7 @@ class Executable:
     device: torch.device
     steps: tuple[RunnableStep, ...]
     virtual: tuple[TensorSpec, ...]
-    fused_outputs: frozenset[int]
+    partly_written: frozenset[int]
     symbols: tuple[str, ...]
     not_capturable: tuple[str, ...]
     _placements: dict[tuple[int, ...], Placement] = field(default_factory=dict, compare=False, repr=False)
@@ -163,7 +163,7 @@ class Executable:
 
     def allocate_output(self, spec: TensorSpec, bindings: Mapping[str, int]) -> torch.Tensor:
         """A buffer for a graph output; zeroed where a fused kernel may leave out rows outside the groups."""
-        return allocate(spec, bindings, self.device, zeroed=spec.uid in self.fused_outputs)
+        return allocate(spec, bindings, self.device, zeroed=spec.uid in self.partly_written)
 
     def run(self, bound: Bound, workspace: torch.Tensor | None) -> None:
         """Runs every step on torch's current stream. `bound` and `workspace` have passed every check.
@@ -229,12 +229,13 @@ def compile_plan(plan: Plan, device: torch.device, *, kernels: Sequence[KernelEn
     virtual = {
         uid: plan.graph.tensors[uid] for step in plan.steps for uid in step.writes if plan.graph.tensors[uid].is_virtual
     }
+    zeroed = {uid for step in steps if isinstance(step, FusedStep) for uid in step.zeroed}
     return Executable(
         plan=plan,
         device=device,
         steps=steps,
         virtual=tuple(virtual.values()),
-        fused_outputs=frozenset(uid for step in plan.fused_steps for uid in _outputs_with_rows(step)),
+        partly_written=frozenset(uid for step in plan.fused_steps for uid in _outputs_with_rows(step)) - zeroed,
         symbols=tuple(s.name for s in plan.graph.symbols),
         not_capturable=tuple(f"{s.kernel}: {s.capture_reason}" for s in plan.steps if not s.capturable),
     )
@@ -258,21 +259,35 @@ def _compile_step(plan: Plan, step: Step, device: torch.device, entries: Mapping
         kernel = entries[step.kernel].build(problem, device)
     except DECLINES as error:
         raise KernelDeclined(step.kernel) from error
-    offsets = step.buffers.get("offsets")
+    offsets, partial = step.buffers.get("offsets"), _outputs_with_rows(step)
     return FusedStep(
         kernel=kernel,
         roles=tuple(step.buffers.items()),
         outputs=step.writes,
         zeroed=tuple(
-            uid for uid in _outputs_with_rows(step)
-            if graph.tensors[uid].is_virtual and not _read_within_groups(plan, uid, offsets)
+            uid for role, uid in step.buffers.items()
+            if uid in step.writes and (_has_padding(problem, role) or (
+                graph.tensors[uid].is_virtual and uid in partial and not _read_within_groups(plan, uid, offsets)))
         ),
         rows=problem[ROWS_ROLE[problem.rule]],
         accumulates=bool(problem.attributes.get("accumulate")),
     )  # fmt: skip
 
 
+def _has_padding(problem: Problem, role: str) -> bool:
+    """Whether `role` is a tensor of swizzled scales that may have padding, whose bytes are zero by definition."""
+    layout = problem[role].scale_layout
+    codes = problem.get(role.replace("sf_", "q_"))
+    if not role.startswith("sf_") or layout is None or not layout.swizzled or codes is None:
+        return False
+    rows, columns = codes.dim
+    return layout.matrix((rows, columns)) != layout.storage((rows, columns))
+
+
 def _outputs_with_rows(step: Step) -> tuple[int, ...]:
+    """The outputs of which a fused kernel may leave out rows: those outside every group, where there are groups."""
+    if "offsets" not in step.buffers:
+        return ()
     written = set(step.writes)
     return tuple(u for role, u in step.buffers.items() if u in written and role not in ROLES_WITHOUT_ROWS)
 

@@ -65,6 +65,8 @@ def log_fallbacks(plan: Plan) -> None:
     rule. INFO where nothing could fuse (the CPU), else WARNING.
     """
     level = logging.INFO if plan.arch == "cpu" else logging.WARNING
+    if not rules_log.isEnabledFor(level):
+        return
     for node, verdicts in left_unfused(plan):
         nearest = verdicts[0]
         first = nearest.reasons[0] if nearest.reasons else None

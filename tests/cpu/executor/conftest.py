@@ -1,7 +1,7 @@
 """Graphs, buffers and stand-in kernels for the planner and the executor.
 
 A stand-in kernel computes what a fused kernel would by composing torch ops, so that fused plans run without a GPU. Like
-a real one it may leave rows past the last group unwritten, and it scribbles over all of its scratch.
+a real one it leaves rows past the last group and the padding of scales unwritten, and scribbles over its scratch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,15 @@ class StandIn:
         workspace.fill_(0xFF)
         rows = int(buffers["offsets"][-1]) if "offsets" in buffers else None
         for role in self.problem.tensors:
-            if role + "!" in values:
-                last = rows if role in ROW_OUTPUTS else None
-                buffers[role][:last].copy_(values[role + "!"][:last])
+            if role + "!" not in values:
+                continue
+            made = values[role + "!"]
+            if role.startswith("sf_"):  # padding, whose bytes are zero, is left as it is
+                raw = made.view(torch.uint8)
+                buffers[role].view(torch.uint8)[raw != 0] = raw[raw != 0]
+                continue
+            last = rows if role in ROW_OUTPUTS else None
+            buffers[role][:last].copy_(made[:last])
 
     def _apply(
         self, op: str, inputs: Mapping[str, str], outputs: Mapping[str, str], prefix: str, values: dict[str, Any],

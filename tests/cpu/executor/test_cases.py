@@ -78,6 +78,25 @@ def test_virtual_rows_past_the_last_group_do_not_leak(tools: Any) -> None:
     assert torch.equal(results[0], results[1]) and not results[0].isnan().any()
 
 
+@pytest.mark.parametrize("rules", [(), ("grouped_gemm_dglu",)])
+def test_c55_padding_of_scales_is_zero_in_the_callers_buffers(tools: Any, rules: tuple[str, ...]) -> None:
+    """A product over padded scale atoms multiplies the padding by zeros: a NaN that is left there would spread."""
+    rows = 96
+    graph, oracle = tools.EmulatedGraph(disable=rules), tools.EmulatedGraph(fused=False)
+    results = []
+    for g in (graph, oracle):
+        tools.declare_dglu(g)
+        op_graph = g.operation_graph()
+        outputs = tools.poisoned_outputs(op_graph, rows)
+        pack = tools.random_pack(op_graph, rows, seed=8)
+        g.execute({**pack, **outputs}, torch.empty(g.get_workspace_size({"M": rows}), dtype=torch.uint8))
+        results.append({op_graph.tensors[uid].name: t for uid, t in outputs.items()})
+    assert [s.rule for s in graph.plan.fused_steps] == (["quantize_row_col"] if rules else ["grouped_gemm_dglu"])
+    got, want = results
+    assert want["sf_row"].shape == (128, 4) and not want["sf_row"].view(torch.uint8).view(-1)[-4:].any()
+    assert all(_equal(got[n], want[n]) for n in want)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_c26_no_rows_at_all_is_a_run_like_any_other(tools: Any, fused: bool) -> None:
     graph = tools.EmulatedGraph(fused=fused)
