@@ -16,14 +16,14 @@ from ..graph_ops.ir.dtypes import DataType
 from ..graph_ops.ir.nodes.glu import ACTIVATION_PARAMETERS
 from ..graph_ops.ir.tensor import TensorSpec
 from ..kernels.arch import Arch
-from ..kernels.condition import Reason
+from ..kernels.condition import Reason, failures
 from ..kernels.problem import Problem
 from ..kernels.registry import KernelEntry
 from . import legality
 from .matcher import Match
 from .pattern import Shape
 from .rule import Rule
-from .support import kernel_failures, no_kernel, rule_failures
+from .support import FIXED, kernel_failures, no_kernel, rule_failures
 from .verdict import Verdict, VerdictKind
 from .view import GraphView
 
@@ -165,15 +165,21 @@ def _served(
     reasons: Sequence[Reason],
     arch: Arch,
 ) -> list[tuple[str, ...]]:
-    """The largest proper subsets of the attachments that `kernel` serves, larger and earlier ones first."""
-    if not match.attached or any(r.code == "ARCH" for r in reasons):
+    """The largest proper subsets of the attachments that `kernel` serves, larger and earlier ones first.
+
+    `reasons` are those against all of them. The conditions behind them are asked first of each subset, so that most
+    subsets cost only those.
+    """
+    if not match.attached or any(r.code in FIXED for r in reasons):
         return []
+    codes = {r.code for r in reasons}
+    suspects = tuple(c for c in kernel.conditions if c.code in codes)
 
-    def refusals(attached: tuple[str, ...]) -> tuple[Reason, ...]:
+    def suspected(attached: tuple[str, ...]) -> tuple[Reason, ...]:
         smaller = cover(attached)
-        return (*smaller.objections, *kernel_failures(kernel, smaller.problem, arch))
+        return (*smaller.objections, *failures(suspects, smaller.problem, arch))
 
-    if _common(reasons, [refusals(a) for a in _least(match)]):
+    if _common(reasons, [suspected(a) for a in _least(match)]):
         return []  # what fails with every attachment and with none does not depend on them
     found: list[tuple[str, ...]] = []
     needs = match.pattern.needs_any
@@ -181,6 +187,6 @@ def _served(
         for chosen in itertools.combinations(match.attached, size):
             if any(set(chosen) <= set(larger) for larger in found) or (needs and not set(needs) & set(chosen)):
                 continue
-            if not refusals(chosen):
+            if not suspected(chosen) and not kernel_failures(kernel, cover(chosen).problem, arch):
                 found.append(chosen)
     return found

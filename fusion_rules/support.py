@@ -21,6 +21,9 @@ CODES = {
 }
 """Reasons that this module adds to those of the conditions."""
 
+FIXED = frozenset(("ARCH", NONDETERMINISTIC))
+"""Reasons that depend on the kernel and the request alone: asking for less of a fusion does not help."""
+
 
 def rule_failures(rule: Rule, problem: Problem, arch: Arch) -> tuple[Reason, ...]:
     """Every condition of the rule itself that `problem` fails."""

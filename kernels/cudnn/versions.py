@@ -98,8 +98,12 @@ def installed() -> Pair:
     return Pair(read(FRONTEND), read(DSL))
 
 
+@lru_cache(maxsize=8)
 def known_bad(pair: Pair) -> KnownBad | None:
-    """The entry of KNOWN_BAD that `pair` falls under. An absent package is not bad: planning needs neither."""
+    """The entry of KNOWN_BAD that `pair` falls under. An absent package is not bad: planning needs neither.
+
+    Each pair is looked up once: every plan asks, and parsing versions was half of the support check.
+    """
     if pair.frontend is None or pair.dsl is None:
         return None
     return next((bad for bad in KNOWN_BAD if pair.frontend in bad.frontend and pair.dsl in bad.dsl), None)
