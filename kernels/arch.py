@@ -63,7 +63,8 @@ def arch_of_capability(capability: tuple[int, int]) -> Arch:
     for arch in ARCHES.values():
         if arch.capability == capability:
             return arch
-    raise GraphNotSupportedError("ARCH_UNKNOWN", asked=f"compute capability {capability}", required=f"one of {list(ARCHES)}")
+    asked = f"compute capability {capability}"
+    raise GraphNotSupportedError("ARCH_UNKNOWN", asked=asked, required=f"one of {list(ARCHES)}")
 
 
 @dataclass(frozen=True)

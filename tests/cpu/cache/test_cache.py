@@ -11,6 +11,7 @@ import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opfuse.kernels.cache import CacheKey, CacheWarning, KernelCache, default_folder, source_digest
@@ -52,7 +53,7 @@ def test_compiles_once_and_keeps(tmp_path: Path) -> None:
         {"configuration": {"tile": [128, 256], "act": "geglu"}},
     ],
 )
-def test_every_field_of_the_key_counts(tmp_path: Path, change: dict[str, object]) -> None:
+def test_every_field_of_the_key_counts(tmp_path: Path, change: dict[str, Any]) -> None:
     cache = KernelCache(tmp_path)
     cache.get(KEY, Compiler("old"), load)
     assert cache.get(replace(KEY, **change), Compiler("new"), load) == "new"
