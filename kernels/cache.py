@@ -108,12 +108,14 @@ class KernelCache:
         digest = key.digest
         with self._guard:
             if digest in self._loaded:
-                return self._loaded[digest]
+                known: Loaded = self._loaded[digest]
+                return known
             building = self._building.setdefault(digest, threading.Lock())
         with building:
             if digest not in self._loaded:
                 self._loaded[digest] = self._from_disk(key, digest, compile_to, load)
-        return self._loaded[digest]
+        built: Loaded = self._loaded[digest]
+        return built
 
     def _from_disk(
         self, key: CacheKey, digest: str, compile_to: Callable[[Path], None], load: Callable[[Path], Loaded]
