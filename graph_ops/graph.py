@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from .plan import Plan
 from .plan_set import HEURISTICS, PlanSet
 from .planner import make_plan, require_fused
 from .rebuild import rebuild
+from .stages import Stage, require_stage
 from .target import ArchLike, DeviceLike, Target, as_arch, device_of_arch, resolve
 from .workspace import workspace_bindings
 
@@ -33,31 +33,12 @@ if TYPE_CHECKING:
     import torch
 
     from .buffers import Binder
+    from .cudnn_graph import CudnnGraph
     from .explain import Explanation
     from .tuning import TuningRecord
 
 POLICIES = ("HEURISTICS_CHOICE", "ALL")
 """Policies of build_plans. HEURISTICS_CHOICE: the first plan that builds. ALL: all, measured; the fastest wins."""
-
-
-class Stage(enum.IntEnum):
-    """How far a graph has come; each verb takes it one further."""
-
-    DECLARED = 0
-    VALIDATED = 1
-    FROZEN = 2
-    PLANNED = 3
-    CHECKED = 4
-    BUILT = 5
-
-
-VERB_TO = {
-    Stage.VALIDATED: "validate",
-    Stage.FROZEN: "build_operation_graph",
-    Stage.PLANNED: "create_execution_plans",
-    Stage.CHECKED: "check_support",
-    Stage.BUILT: "build_plans",
-}
 
 
 def _names(given: Sequence[Any]) -> list[str]:
@@ -425,6 +406,16 @@ class Graph(GraphBuilder):
         return graph
 
     @classmethod
+    def from_cudnn(cls, pygraph: Any, **options: Any) -> CudnnGraph:
+        """The graph of a `cudnn.pygraph`, which takes that graph's own buffers by uid; `options` as the constructor's.
+
+        Imports neither cudnn nor libcudnn. Raises UnsupportedCudnnGraph with every node and attribute it cannot read.
+        """
+        from .from_cudnn import import_graph
+
+        return import_graph(pygraph, **options)
+
+    @classmethod
     def from_operation_graph(cls, graph: OpGraph, **options: Any) -> Graph:
         """A graph under construction with the content of `graph`; `options` as the constructor's, without its name."""
         made = cls(
@@ -440,25 +431,7 @@ class Graph(GraphBuilder):
     # ------------------------------------------------------------------ the machinery
 
     def _require(self, stage: Stage, asked: str, *, exactly: bool = True) -> None:
-        """Raises StateError("VERB_ORDER"), naming the verb to call, unless the graph has come to `stage`."""
-        if self._stage < stage:
-            missing = VERB_TO[Stage(self._stage + 1)]
-            raise StateError(
-                "VERB_ORDER",
-                asked=f"{asked}()",
-                seen=f"graph {self.name} is {self._stage.name.lower()}",
-                required=f"{missing}() first",
-                hint=f"call {missing}(), or build() for every verb",
-            )
-        if exactly and self._stage > stage:
-            raise StateError(
-                "VERB_ORDER",
-                asked=f"{asked}()",
-                seen=f"graph {self.name} is {self._stage.name.lower()} already",
-                required=f"each verb once, {VERB_TO[Stage(self._stage + 1)]}() next"
-                if self._stage < Stage.BUILT
-                else "each verb once; execute() is next",
-            )
+        require_stage(self._stage, stage, asked, self.name, exactly=exactly)
 
     def _ensure_built(self) -> tuple[PlanSet, Binder]:
         if self._stage is not Stage.BUILT:
@@ -505,3 +478,6 @@ class Graph(GraphBuilder):
             return torch.cuda.stream(handle)
         raise StateError("HANDLE", asked=f"execute(handle={handle!r})", seen=type(handle).__name__,
                          required="None, or a torch.cuda.Stream where the graph runs on a GPU")  # fmt: skip
+
+
+__all__ = ["POLICIES", "Graph", "Outputs"]
