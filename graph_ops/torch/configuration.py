@@ -1,0 +1,203 @@
+"""What an expert MLP is, apart from its data: the key of its graphs, made from the tensors of a call and checked there.
+
+Axis letters: M rows (already grouped by expert), H hidden, I intermediate, L experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..ir.dtypes import DATA_TYPES, DataType
+from ..ir.errors import VariantPackError
+from ..ir.layouts import GluLayout
+from ..ir.nodes.glu import ACTIVATION_PARAMETERS
+
+UNQUANTIZED, MXFP8 = "", "mxfp8"
+RECIPES = (UNQUANTIZED, MXFP8)
+"""How activations and gradients reach the matmuls: as they are, or as MXFP8 codes (E4M3, blocks of 32, E8M0 scales)."""
+
+MXFP8_BLOCK = 32
+
+OPERAND_TYPES = {
+    torch.bfloat16: DataType.BFLOAT16,
+    torch.float16: DataType.HALF,
+    torch.float32: DataType.FLOAT,
+}
+INDEX_TYPES = {torch.int32: DataType.INT32, torch.int64: DataType.INT64}
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """Everything that the graphs of one expert MLP depend on, but the number of rows.
+
+    `w1_stride`, `w2_stride`: of the weights (L, 2I, H) and (L, H, I). `activation_parameters`: in the order of
+    ACTIVATION_PARAMETERS. `multiple_of`: promise about every expert's number of rows.
+    """
+
+    device: torch.device
+    data_type: DataType
+    offsets_type: DataType
+    experts: int
+    hidden: int
+    intermediate: int
+    w1_stride: tuple[int, ...]
+    w2_stride: tuple[int, ...]
+    has_prob: bool
+    act: str
+    activation_parameters: tuple[float, ...]
+    glu_layout: GluLayout
+    recipe: str
+    multiple_of: int
+    alignment: int = 16
+
+    @property
+    def activation(self) -> dict[str, Any]:
+        """The activation's parameters by name."""
+        return dict(zip(ACTIVATION_PARAMETERS[self.act], self.activation_parameters, strict=True))
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.recipe == MXFP8
+
+
+def configuration_of(
+    x: torch.Tensor,  # (M, H)
+    offsets: torch.Tensor,  # (L,)
+    w1: torch.Tensor,  # (L, 2I, H)
+    w2: torch.Tensor,  # (L, H, I)
+    prob: torch.Tensor | None,  # (M,)
+    act: str,
+    activation_parameters: Sequence[float],
+    glu_layout: str,
+    recipe: str,
+    multiple_of: int,
+) -> MlpConfig:
+    """The configuration of a call that `check_call` has passed."""
+    return MlpConfig(
+        device=x.device,
+        data_type=OPERAND_TYPES[x.dtype],
+        offsets_type=INDEX_TYPES[offsets.dtype],
+        experts=w1.shape[0],
+        hidden=w1.shape[2],
+        intermediate=w2.shape[2],
+        w1_stride=w1.stride(),
+        w2_stride=w2.stride(),
+        has_prob=prob is not None,
+        act=act,
+        activation_parameters=tuple(float(p) for p in activation_parameters),
+        glu_layout=GluLayout.parse(glu_layout),
+        recipe=recipe,
+        multiple_of=multiple_of,
+    )
+
+
+def check_call(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    prob: torch.Tensor | None,
+    act: str,
+    activation_parameters: Sequence[float],
+    glu_layout: str,
+    recipe: str,
+    multiple_of: int,
+) -> None:
+    """Raises VariantPackError for whatever does not fit together; reads no value, so it serves fake tensors too."""
+    _check_choices(act, activation_parameters, recipe, multiple_of)
+    _check_shapes(x, offsets, w1, w2, prob)
+    _check_types(x, offsets, w1, w2, prob, recipe)
+    if recipe == MXFP8 and multiple_of % MXFP8_BLOCK:
+        raise VariantPackError(
+            "GROUP_ALIGN",
+            asked="recipe mxfp8",
+            seen=f"multiple_of={multiple_of} rows an expert",
+            required=f"a multiple of {MXFP8_BLOCK}: blocks along the rows of a column must not span two experts",
+            hint=f"pad each expert's rows to {MXFP8_BLOCK} and pass multiple_of={MXFP8_BLOCK}",
+        )
+    layout = GluLayout.parse(glu_layout)
+    if w2.shape[2] % (layout.width or 1):
+        raise VariantPackError("GLU_LAYOUT", asked=f"glu_layout {layout}", seen=f"I = {w2.shape[2]}",
+                               required=f"an intermediate size that is a multiple of {layout.width}")  # fmt: skip
+
+
+def _check_choices(act: str, parameters: Sequence[float], recipe: str, multiple_of: int) -> None:
+    if act not in ACTIVATION_PARAMETERS:
+        raise VariantPackError("ACT", asked=f"act {act!r}", required=f"one of {list(ACTIVATION_PARAMETERS)}")
+    if len(parameters) != len(names := ACTIVATION_PARAMETERS[act]):
+        raise VariantPackError("ACT_PARAMETERS", asked=f"act {act}", seen=f"{len(parameters)} parameters",
+                               required=f"{len(names)}: {list(names)}")  # fmt: skip
+    if recipe not in RECIPES:
+        raise VariantPackError("RECIPE", asked=f"recipe {recipe!r}", required=f"one of {list(RECIPES)}")
+    if multiple_of < 1:
+        raise VariantPackError("MULTIPLE_OF", asked=f"multiple_of={multiple_of}", required="at least 1")
+
+
+def _check_shapes(
+    x: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, prob: torch.Tensor | None
+) -> None:
+    for name, tensor, rank in (("x", x, 2), ("tokens_per_expert", offsets, 1), ("w1", w1, 3), ("w2", w2, 3)):
+        if tensor.dim() != rank:
+            raise VariantPackError(
+                "RANK", asked=f"{name} of an expert MLP", seen=f"shape {tuple(tensor.shape)}", required=f"rank {rank}"
+            )
+    experts, columns, hidden = w1.shape
+    if w2.shape[0] != experts or offsets.shape[0] != experts:
+        raise VariantPackError(
+            "EXPERTS",
+            asked="an expert MLP",
+            seen=f"w1 with {experts} experts, w2 with {w2.shape[0]}, tokens_per_expert with {offsets.shape[0]}",
+            required="the same number of experts in all three",
+        )
+    if w2.shape[1] != hidden or columns != 2 * w2.shape[2]:
+        raise VariantPackError(
+            "WEIGHT_LAYOUT",
+            asked="weights of an expert MLP",
+            seen=f"w1 {tuple(w1.shape)}, w2 {tuple(w2.shape)}",
+            required="w1 (L, 2I, H) and w2 (L, H, I): outputs first, as in torch.nn.Linear",
+            hint="pass weight.transpose(1, 2) for weights that are stored inputs first; no copy is made",
+        )
+    if x.shape[1] != hidden:
+        raise VariantPackError("SHAPE", asked="x of an expert MLP", seen=f"shape {tuple(x.shape)}",
+                               required=f"(M, H) with H = {hidden}, the last axis of w1")  # fmt: skip
+    if prob is not None and (prob.dim() != 1 or prob.shape[0] != x.shape[0]):
+        raise VariantPackError("SHAPE", asked="probs of an expert MLP", seen=f"shape {tuple(prob.shape)}",
+                               required=f"({x.shape[0]},), one for each row of x")  # fmt: skip
+
+
+def _check_types(
+    x: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, prob: torch.Tensor | None, recipe: str
+) -> None:
+    given = {"x": x, "tokens_per_expert": offsets, "w1": w1, "w2": w2, **({} if prob is None else {"probs": prob})}
+    if len({t.device for t in given.values()}) > 1:
+        seen = ", ".join(f"{name} on {t.device}" for name, t in given.items())
+        raise VariantPackError("DEVICE", asked="an expert MLP", seen=seen, required="one device for all tensors")
+    if x.dtype not in OPERAND_TYPES or (recipe == MXFP8 and x.dtype is torch.float16):
+        grad = " with requires_grad" if x.requires_grad else ""
+        wanted = [t for t in OPERAND_TYPES if recipe != MXFP8 or t is not torch.float16]
+        raise VariantPackError("DATA_TYPE", asked="x of an expert MLP", seen=f"{x.dtype}{grad}",
+                               required=f"one of {wanted}")  # fmt: skip
+    if w1.dtype is not x.dtype or w2.dtype is not x.dtype:
+        raise VariantPackError(
+            "DATA_TYPE",
+            asked="an expert MLP",
+            seen=f"x {x.dtype}, w1 {w1.dtype}, w2 {w2.dtype}",
+            required="one type for x and the weights",
+            hint="under autocast, cast the weights too: weight.to(x.dtype) keeps their gradients",
+        )
+    if offsets.dtype not in INDEX_TYPES:
+        raise VariantPackError("DATA_TYPE", asked="tokens_per_expert", seen=offsets.dtype,
+                               required=f"one of {list(INDEX_TYPES)}")  # fmt: skip
+    if prob is not None and prob.dtype is not torch.float32:
+        raise VariantPackError("DATA_TYPE", asked="probs of an expert MLP", seen=prob.dtype, required=torch.float32,
+                               hint="probs.float(): their gradient is a sum in float32")  # fmt: skip
+
+
+def torch_type(data_type: DataType) -> torch.dtype:
+    """The torch type that stores `data_type`."""
+    found: torch.dtype = getattr(torch, DATA_TYPES[data_type].torch_name)
+    return found

@@ -1,0 +1,248 @@
+"""The graphs of an expert MLP, forward and backward, built once for each configuration; M is a symbol.
+
+    h = x w1;  act = glu(h, prob);  y = act w2
+    dact = dy w2^T;  dh, dprob = glu_backward(dact, h, prob);  dx = dh w1^T;  dw1 = dh^T x;  dw2 = dy^T act
+
+Under recipe mxfp8 x, act, dy and dh pass through E4M3 codes with E8M0 scales on their way to every matmul: in blocks
+along the row where a matmul sums over columns, in blocks along the column for weight gradients, which sum over rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..builder import Tensor
+from ..graph import Graph
+from ..ir.dims import Dim
+from ..ir.dtypes import DataType
+from ..ir.layouts import SCALE_ATOM_ROWS, ScaleLayout
+from ..outputs import Outputs
+from .configuration import MXFP8_BLOCK, MlpConfig
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward graph. `saves`: also write what the backward reads; `saves_act`: the activation among it."""
+
+    config: MlpConfig
+    saves: bool
+    saves_act: bool
+
+    def declare(self) -> Graph:
+        """The graph, not planned yet. Inputs x, w1, w2, offsets, prob; outputs y and what is saved."""
+        c = self.config
+        g, rows = _new_graph("grouped_mlp_forward", c)
+        offsets, prob = _routing(g, rows, c)
+        x = g.tensor("x", dim=(rows, c.hidden), alignment=c.alignment)  # (M, H)
+        w1 = g.tensor("w1", dim=(c.experts, c.hidden, 2 * c.intermediate), stride=_transposed(c.w1_stride),
+                      glu_layout=c.glu_layout, alignment=c.alignment)  # fmt: skip
+        w2 = g.tensor("w2", dim=(c.experts, c.intermediate, c.hidden), stride=_transposed(c.w2_stride),
+                      alignment=c.alignment)  # fmt: skip
+
+        h = g.grouped_matmul(_operand(g, c, x, "x"), w1, offsets, name="fc1")  # (M, 2I)
+        h.set_name("h").set_data_type(c.data_type).set_output(self.saves)
+        act = g.glu(h, act=c.act, prob=prob, name="activation", **c.activation).set_name("act")  # (M, I)
+        if not c.is_quantized:
+            act.set_data_type(c.data_type).set_output(self.saves_act)
+        y = g.grouped_matmul(_operand(g, c, act, "act"), w2, offsets, name="fc2")  # (M, H)
+        y.set_name("y").set_output(True)
+        if c.is_quantized and self.saves:
+            for tensor, name in ((x, "x"), *(((act, "act"),) if self.saves_act else ())):
+                codes, scales = _quantize(g, c, tensor, axis=0, name=name)
+                codes.set_name(f"{name}_codes").set_output(True)
+                scales.set_name(f"{name}_scales").set_output(True)
+        return g
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward graph that gives the gradients asked for. `has_act`: the forward saved its activation."""
+
+    config: MlpConfig
+    dx: bool
+    dw1: bool
+    dw2: bool
+    dprob: bool
+    has_act: bool
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the activation is computed again, for the gradient of w2."""
+        return self.dw2 and not self.has_act
+
+    def declare(self) -> Graph:
+        """The graph, not planned yet. Inputs as the forward's, dy and what was saved; outputs dx, dw1, dw2, dprob."""
+        c = self.config
+        g, rows = _new_graph("grouped_mlp_backward", c)
+        offsets, prob = _routing(g, rows, c)
+        dy = g.tensor("dy", dim=(rows, c.hidden), alignment=c.alignment)  # (M, H)
+        act = self._act(g, rows) if self.dw2 and self.has_act else None
+        if self.dx or self.dw1 or self.dprob or self.recomputes:
+            h = g.tensor("h", dim=(rows, 2 * c.intermediate), glu_layout=c.glu_layout, alignment=c.alignment)
+            w2 = g.tensor("w2", dim=(c.experts, c.hidden, c.intermediate), stride=c.w2_stride, alignment=c.alignment)
+            dact = g.grouped_matmul(_operand(g, c, dy, "dy"), w2, offsets, name="fc2_dgrad")  # (M, I) float32
+            dh, dprob, *more = g.glu_backward(dact, h, act=c.act, prob=prob, recompute=self.recomputes,
+                                              name="activation_backward", **c.activation)  # fmt: skip
+            dh.set_name("dh")
+            if not c.is_quantized:
+                dh.set_data_type(c.data_type)
+            if self.dprob:
+                dprob.set_name("dprob").set_output(True)
+            for recomputed in more:
+                act = recomputed if c.is_quantized else recomputed.set_data_type(c.data_type)
+                act = _column_operand(g, c, act, "act")
+            self._fc1_gradients(g, rows, offsets, dh)
+        if act is not None:
+            dw2 = g.grouped_matmul_wgrad(*_ordered(_column_operand(g, c, dy, "dy"), act, c.w2_stride), offsets,
+                                         name="fc2_wgrad")  # fmt: skip
+            dw2.set_name("dw2").set_output(True)
+        return g
+
+    def _act(self, g: Graph, rows: Dim) -> Tensor:
+        """The saved activation as dw2's operand."""
+        c = self.config
+        if c.is_quantized:
+            return _saved_codes(g, c, rows, c.intermediate, "act")
+        return g.tensor("act", dim=(rows, c.intermediate), alignment=c.alignment)
+
+    def _fc1_gradients(self, g: Graph, rows: Dim, offsets: Tensor, dh: Tensor) -> None:
+        c = self.config
+        if self.dx:
+            w1 = g.tensor("w1", dim=(c.experts, 2 * c.intermediate, c.hidden), stride=c.w1_stride,
+                          alignment=c.alignment)  # fmt: skip
+            dx = g.grouped_matmul(_operand(g, c, dh, "dh"), w1, offsets, name="fc1_dgrad")  # (M, H)
+            dx.set_name("dx").set_output(True)
+        if self.dw1:
+            x = _saved_codes(g, c, rows, c.hidden, "x") if c.is_quantized else (
+                g.tensor("x", dim=(rows, c.hidden), alignment=c.alignment))  # fmt: skip
+            dw1 = g.grouped_matmul_wgrad(*_ordered(_column_operand(g, c, dh, "dh"), x, c.w1_stride), offsets,
+                                         name="fc1_wgrad")  # fmt: skip
+            dw1.set_name("dw1").set_output(True)
+
+
+def inputs_first(stride: tuple[int, ...]) -> bool:
+    """Whether a weight (L, out, in) lies in memory with `in` before `out`, so that its gradient should too."""
+    return stride[1] == 1 and stride[2] != 1
+
+
+def _ordered(outputs: Tensor, inputs: Tensor, stride: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The operands of a weight gradient, (M, out) and (M, in), in the order that writes it as the weight lies."""
+    return (inputs, outputs) if inputs_first(stride) else (outputs, inputs)
+
+
+def _new_graph(name: str, c: MlpConfig) -> tuple[Graph, Dim]:
+    g = Graph(name=name, io_data_type=c.data_type, intermediate_data_type=DataType.FLOAT, device=c.device)
+    return g, g.symbol("M", multiple_of=c.multiple_of)
+
+
+def _routing(g: Graph, rows: Dim, c: MlpConfig) -> tuple[Tensor, Tensor | None]:
+    """offsets (L,) and prob (M,)."""
+    offsets = g.tensor("offsets", dim=(c.experts,), data_type=c.offsets_type, multiple_of=c.multiple_of,
+                       alignment=c.alignment)  # fmt: skip
+    if not c.has_prob:
+        return offsets, None
+    return offsets, g.tensor("prob", dim=(rows,), data_type=DataType.FLOAT, alignment=c.alignment)
+
+
+def _transposed(stride: tuple[int, ...]) -> tuple[int, ...]:
+    return stride[0], stride[2], stride[1]
+
+
+def _swizzled(c: MlpConfig) -> bool:
+    """Whether experts begin at whole 128x4 atoms, so that scales can lie as block-scaled kernels read them."""
+    return c.multiple_of % SCALE_ATOM_ROWS == 0
+
+
+def _value_type(c: MlpConfig) -> DataType:
+    """A type in which codes times scales are exact."""
+    return c.data_type if c.data_type is DataType.BFLOAT16 else DataType.FLOAT
+
+
+def _quantize(g: Graph, c: MlpConfig, x: Tensor, *, axis: int, name: str) -> tuple[Tensor, Tensor]:
+    side = "rows" if axis == 1 else "columns"
+    return g.block_scale_quantize(x, block_size=MXFP8_BLOCK, axis=axis, data_type=DataType.FP8_E4M3,
+                                  swizzled=_swizzled(c), name=f"quantize_{name}_{side}")  # fmt: skip
+
+
+def _through_codes(g: Graph, c: MlpConfig, x: Tensor, axis: int, name: str) -> Tensor:
+    if not c.is_quantized:
+        return x
+    codes, scales = _quantize(g, c, x, axis=axis, name=name)
+    return g.block_scale_dequantize(codes, scales).set_data_type(_value_type(c))
+
+
+def _operand(g: Graph, c: MlpConfig, x: Tensor, name: str) -> Tensor:
+    """`x` as an operand of a matmul that sums over its columns."""
+    return _through_codes(g, c, x, 1, name)
+
+
+def _column_operand(g: Graph, c: MlpConfig, x: Tensor, name: str) -> Tensor:
+    """`x` as an operand of a weight gradient, which sums over its rows."""
+    return _through_codes(g, c, x, 0, name)
+
+
+def _saved_codes(g: Graph, c: MlpConfig, rows: Dim, columns: int, name: str) -> Tensor:
+    """What the forward saved of a tensor (M, columns) in codes, as an operand of a weight gradient."""
+    layout = ScaleLayout(MXFP8_BLOCK, 0, _swizzled(c))
+    codes = g.tensor(f"{name}_codes", dim=(rows, columns), data_type=DataType.FP8_E4M3, scale_layout=layout)
+    scales = g.tensor(f"{name}_scales", dim=layout.storage((rows, columns)), data_type=DataType.FP8_E8M0,
+                      scale_layout=layout)  # fmt: skip
+    return g.block_scale_dequantize(codes, scales).set_data_type(_value_type(c))
+
+
+class BuiltGraph:
+    """A built graph and the names of the inputs that it reads."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.inputs = tuple(t.name for t in graph.operation_graph().graph_inputs)
+
+    def __call__(self, given: Mapping[str, torch.Tensor | None]) -> Outputs:
+        """Runs the graph on those of `given` that it reads."""
+        return self.graph({name: given[name] for name in self.inputs})
+
+
+class GraphCache:
+    """Built graphs by what they were built from: the least recently used go when there are more than `limit`.
+
+    Threads may share it; a graph is built under the lock, once.
+    """
+
+    def __init__(self, limit: int = 128) -> None:
+        self.limit = limit
+        self._graphs: OrderedDict[object, BuiltGraph] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def get(self, key: object, build: Callable[[], Graph]) -> BuiltGraph:
+        """The graph of `key`; `build` makes it where there is none."""
+        with self._lock:
+            found = self._graphs.get(key)
+            if found is None:
+                found = self._graphs[key] = BuiltGraph(build())
+                while len(self._graphs) > self.limit:
+                    self._graphs.popitem(last=False)
+            else:
+                self._graphs.move_to_end(key)
+            return found
+
+    def clear(self) -> None:
+        """Forgets every graph."""
+        with self._lock:
+            self._graphs.clear()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+
+GRAPHS = GraphCache()
+"""The graphs of every expert MLP and compiled region of this process."""
+
+
+def graph_of(key: Forward | Backward) -> BuiltGraph:
+    """The built graph of `key`. The first build for a configuration logs what stays unfused."""
+    return GRAPHS.get(key, lambda: key.declare().build())

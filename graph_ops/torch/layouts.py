@@ -1,0 +1,67 @@
+"""GLU layouts of weights: converting between them, and a tag that says which one a tensor has.
+
+A tensor of torch does not know the order of its gate and up columns, and a shape never tells. `convert_glu_layout` tags
+what it returns, and whoever is given a tagged tensor with another claim about it refuses.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..ir.errors import VariantPackError
+from ..ir.layouts import GluLayout
+
+TAG = "opfuse_glu_layout"
+"""The attribute in which a tagged tensor carries its layout, as text."""
+
+
+def as_layout(layout: GluLayout | str) -> GluLayout:
+    """A GluLayout, or the one that a text names: "concatenated", "interleaved(32)". Raises GraphError."""
+    return layout if isinstance(layout, GluLayout) else GluLayout.parse(layout)
+
+
+def tag(weight: torch.Tensor, layout: GluLayout) -> torch.Tensor:
+    """`weight`, marked as having `layout`."""
+    setattr(weight, TAG, str(layout))
+    return weight
+
+
+def check_tag(weight: torch.Tensor, layout: GluLayout | str, asked: str) -> None:
+    """Raises VariantPackError where `weight` is tagged with another layout. One without a tag is believed."""
+    seen = getattr(weight, TAG, None)
+    if seen is not None and seen != str(layout):
+        raise VariantPackError(
+            "GLU_LAYOUT",
+            asked=asked,
+            seen=f"a weight that was converted to {seen}",
+            required=str(layout),
+            hint="convert_glu_layout(weight, source, to) reorders gate and up, once",
+        )
+
+
+def convert_glu_layout(
+    weight: torch.Tensor, source: GluLayout | str, to: GluLayout | str, *, dim: int = 1
+) -> torch.Tensor:
+    """`weight` with the gate and up slices along `dim` (of 2I) reordered from layout `source` to `to`; differentiable.
+
+    Raises VariantPackError for a weight that is tagged with another layout than `source` (so nothing is interleaved
+    twice), or whose I is no multiple of a layout's width. The result is contiguous and tagged.
+    """
+    source, to = as_layout(source), as_layout(to)
+    check_tag(weight, source, f"convert_glu_layout from {source}")
+    columns = weight.shape[dim]
+    for layout in (source, to):
+        if columns % (2 * (layout.width or 1)):
+            raise VariantPackError(
+                "GLU_COLUMNS",
+                asked=f"convert_glu_layout to {to}",
+                seen=f"{columns} along axis {dim}",
+                required=f"a multiple of {2 * (layout.width or 1)} for {layout}",
+            )
+    moved = weight.movedim(dim, 0)
+    half = columns // 2
+    rest = moved.shape[1:]
+    gate, up = moved.reshape(-1, 2, source.width or half, *rest).unbind(1)
+    shape = (-1, to.width or half, *rest)
+    joined = torch.stack([gate.reshape(shape), up.reshape(shape)], 1).reshape(moved.shape)
+    return tag(joined.movedim(0, dim).contiguous(), to)
