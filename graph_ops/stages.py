@@ -28,7 +28,7 @@ VERB_TO = {
 
 
 def require_stage(now: Stage, wanted: Stage, asked: str, graph: str, *, exactly: bool) -> None:
-    """Raises StateError("VERB_ORDER"), naming the verb to call, unless a graph is at `wanted` (`exactly`: not past it)."""
+    """Raises StateError("VERB_ORDER") unless a graph is at `wanted`, or past it where that is allowed."""
     if now < wanted:
         missing = VERB_TO[Stage(now + 1)]
         raise StateError(
