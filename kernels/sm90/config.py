@@ -22,6 +22,10 @@ GLU_LAYOUTS = ("interleaved32", "concatenated", "interleaved1")
 ACTIVATIONS = ("swiglu", "geglu", "situglu")
 
 
+def log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
 @dataclass(frozen=True)
 class Activation:
     """The GLU's activation and its constants; constants that the activation does not read keep their defaults."""
@@ -123,8 +127,9 @@ def _schedule_reasons(s: Schedule) -> list[str]:
         out.append(f"cluster {s.cluster_m}x{s.cluster_n}; 1x1, 2x1, 1x2 and 2x2 are built")
     if s.ab_stages < 2:
         out.append(f"ab_stages is {s.ab_stages}; the mainloop needs 2")
-    if s.ring_chunks < 2:
-        out.append(f"ring_chunks is {s.ring_chunks}; a chunk is stored while the next one is computed, so 2 at least")
+    if s.ring_chunks not in (2, 4, 8):
+        # One chunk is stored while the next one is computed; powers of two turn the ring's arithmetic into masks.
+        out.append(f"ring_chunks is {s.ring_chunks}; 2, 4 and 8 are built")
     if s.band < 1:
         out.append(f"band is {s.band}; at least 1")
     return out

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from . import primitives as p
 from . import reductions, stores
-from .config import CHUNK_N, DgluConfig
+from .config import CHUNK_N, DgluConfig, log2
 from .epilogue_math import DeviceMath, glu_backward
 from .quantizer import Quantizer
 
@@ -158,17 +158,17 @@ class Epilogue:
         ring = self.schedule.ring_chunks
         cute.arch.sync_warp()
         if self.lane == 0:
-            cute.arch.mbarrier_arrive(self.storage.c_empty.data_ptr() + self.group * ring + chunk % ring)
+            cute.arch.mbarrier_arrive(self.storage.c_empty.data_ptr() + self.group * ring + (chunk & (ring - 1)))
 
     @cute.jit
     def _chunk(self, acc: cute.Tensor, nc: cutlass.Constexpr, block: cutlass.Constexpr, row: Int32, n0: Int32,
                end: Int32, used: Int32):
         """One chunk: read C, compute, write D over it, store this warp's rows; returns the values to quantize."""
         ring = self.schedule.ring_chunks
-        index = self.group * ring + used % ring
+        index = self.group * ring + (used & (ring - 1))
         base = self.ring_base + index * stores.CHUNK_BYTES
         warp_row = row + self.block_row(block)
-        cute.arch.mbarrier_wait(self.storage.c_full.data_ptr() + index, (used // ring) & 1)
+        cute.arch.mbarrier_wait(self.storage.c_full.data_ptr() + index, (used >> log2(ring)) & 1)
         values = ([None] * 16, [None] * 16)
         for half in cutlass.range_constexpr(2):
             gate, up = self.ring.read(base, half) if cutlass.const_expr(self.loads_c) else (None, None)

@@ -42,6 +42,7 @@ from .config import (
     TILE_K,
     WARPGROUP,
     DgluConfig,
+    log2,
     scratch_bytes,
 )
 from .epilogue import Epilogue
@@ -62,11 +63,9 @@ class GroupedGemmDglu:
         self.consumer_warps = 4 if s.pingpong else 4 * CONSUMERS
         self.stage_bytes = (s.tile_m + s.tile_n) * TILE_K * 2
         self.a_layout = LayoutEnum.ROW_MAJOR
-        # Column blocks of 32 rows stay inside a warp when its two 16-row pieces are neighbours in memory. Then operand
-        # and C rows are loaded in pieces of 16 rows, each to the place of its warp.
+        # Column blocks of 32 rows stay inside a warp when its two 16-row pieces are neighbours in memory. Then dy and C
+        # are seen as (16 rows, columns, 32-row blocks, 2): a box takes piece h of four blocks to the four warps' places.
         self.pairs_rows = config.q_col_dtype is not None
-        self.a_rows = stores.WARP_ROWS if self.pairs_rows else s.tile_m
-        self.c_rows = stores.WARP_ROWS if self.pairs_rows else CHUNK_M
         self.b_layout = LayoutEnum.COL_MAJOR if config.b_major == "n" else LayoutEnum.ROW_MAJOR
 
     # ---- host side -------------------------------------------------------------------------------------------
@@ -85,10 +84,13 @@ class GroupedGemmDglu:
         mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         return mma
 
+    def _ring_swizzle(self):
+        wide = stores.box_columns(self.config.glu_layout) == 64
+        return warpgroup.SmemLayoutAtomKind.K_SW128 if wide else warpgroup.SmemLayoutAtomKind.K_SW64
+
     def _ring_layout(self, rows: int, count: int):
         columns = stores.box_columns(self.config.glu_layout)
-        kind = warpgroup.SmemLayoutAtomKind.K_SW128 if columns == 64 else warpgroup.SmemLayoutAtomKind.K_SW64
-        atom = warpgroup.make_smem_layout_atom(kind, self.ring_dtype)
+        atom = warpgroup.make_smem_layout_atom(self._ring_swizzle(), self.ring_dtype)
         return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
 
     def _weights(self, dy, b, columns):
@@ -102,6 +104,18 @@ class GroupedGemmDglu:
     def _as_ring(self, tensor):
         """A 16-bit tensor as the ring's type: TMA moves bits."""
         return cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=self.ring_dtype), tensor.layout)
+
+    def _load_paired(self, tensor, swizzle, columns: int, pieces: int):
+        """Load of (16 rows, `columns`, 4 blocks, `pieces`) boxes from a row-major matrix, see `pairs_rows`."""
+        rows, width = cute.size(tensor, mode=[0]), cute.size(tensor, mode=[1])
+        pitch = tensor.stride[0]
+        view = cute.make_layout((16, width, rows // 32, 2), stride=(pitch, 1, pitch * 32, pitch * 16))
+        tile = (16, columns, 4, pieces)
+        layout = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(swizzle, tensor.element_type), tile, order=(0, 1, 2, 3)
+        )
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return tuple(cpasync.make_tiled_tma_atom(op, cute.make_tensor(tensor.iterator, view), layout, tile))
 
     def _load_atom(self, tensor, layout_staged, tile, multicast: int):
         op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -140,14 +154,19 @@ class GroupedGemmDglu:
         box = stores.box_columns(self.config.glu_layout)
         chunks = CONSUMERS * s.ring_chunks * stores.boxes(self.config.glu_layout)
         smem_c = self._ring_layout(CHUNK_M, chunks)
-        piece_a = sm90.make_smem_layout_a(self.a_layout, (self.a_rows, s.tile_n, TILE_K), self.dtype, 1)
-        load_a = self._load_atom(dy, piece_a, (self.a_rows, TILE_K), s.cluster_n)
+        if cutlass.const_expr(self.pairs_rows):
+            load_a = self._load_paired(dy, warpgroup.SmemLayoutAtomKind.K_SW128, TILE_K, 2)
+        else:
+            load_a = self._load_atom(dy, smem_a, (s.tile_m, TILE_K), s.cluster_n)
         load_b = self._load_atom(b_nkl, smem_b, (s.tile_n, TILE_K), s.cluster_m)
         if cutlass.const_expr(self.config.discrete_b):
             DescribeExperts()(load_b[0], b, descriptors, b_nkl, stream)
         load_c = (None, None)
         if cutlass.const_expr(self.loads_c):
-            load_c = self._load_atom(self._as_ring(c), self._ring_layout(self.c_rows, 1), (self.c_rows, box), 1)
+            if cutlass.const_expr(self.pairs_rows):
+                load_c = self._load_paired(self._as_ring(c), self._ring_swizzle(), box, 1)
+            else:
+                load_c = self._load_atom(self._as_ring(c), smem_c, (CHUNK_M, box), 1)
         store_d = (None, None)
         if cutlass.const_expr(self.stores_d):
             piece = self._ring_layout(stores.WARP_ROWS, 1)
@@ -315,24 +334,23 @@ class GroupedGemmDglu:
                 atom_b, rank_m, cute.make_layout(s.cluster_m), cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2)
             )
 
-            sources, s_pieces = [], cute.flat_divide(s_a, (self.a_rows, TILE_K))
-            for i in cutlass.range_constexpr(s.tile_m // self.a_rows):
-                # Piece i sits in 64-row block i // 4 as warp i % 4's rows.
-                first_row = row + (i % 4) * 32 + (i // 4) * 16 if cutlass.const_expr(self.pairs_rows) else row
-                g_a = cute.local_tile(cute.domain_offset((first_row, 0), coords_a), (self.a_rows, TILE_K), (0, None))
-                sources.append(
-                    cpasync.tma_partition(
-                        atom_a, rank_n, cute.make_layout(s.cluster_n), cute.group_modes(s_pieces, 0, 2),
-                        cute.group_modes(g_a, 0, 2),
-                    )  # fmt: skip
-                )
+            if cutlass.const_expr(self.pairs_rows):
+                tile_shape = (16, TILE_K, 4, 2)
+                g_a = cute.local_tile(cute.domain_offset((0, 0, row // 32, 0), coords_a), tile_shape, (0, None, 0, 0))
+                whole_a = cute.group_modes(cute.flat_divide(s_a, (16, TILE_K)), 0, 4)
+            else:
+                g_a = cute.local_tile(cute.domain_offset((row, 0), coords_a), (s.tile_m, TILE_K), (0, None))
+                whole_a = cute.group_modes(s_a, 0, 2)
+            part_a, tile_a = cpasync.tma_partition(
+                atom_a, rank_n, cute.make_layout(s.cluster_n), whole_a,
+                cute.group_modes(g_a, 0, 4 if self.pairs_rows else 2),
+            )  # fmt: skip
 
             def copy_a(k, at, barrier):
-                for i, (part_a, tile_a) in enumerate(sources):
-                    target = part_a[None, i, 0, at]
-                    cute.copy(
-                        atom_a, tile_a[None, k], target, tma_bar_ptr=barrier, mcast_mask=mask_a, cache_policy=policy_a
-                    )
+                cute.copy(
+                    atom_a, tile_a[None, k], part_a[None, at], tma_bar_ptr=barrier, mcast_mask=mask_a,
+                    cache_policy=policy_a,
+                )  # fmt: skip
 
             def copy_b(k, at, barrier):
                 cute.copy(
@@ -357,8 +375,8 @@ class GroupedGemmDglu:
 
     @cute.jit
     def _write_record(self, storage, count: Int32, row: Int32, n0: Int32, end: Int32, expert: Int32, slot: Int32):
-        i = count % scheduler.RECORDS
-        cute.arch.mbarrier_wait(storage.rec_empty.data_ptr() + i, ((count // scheduler.RECORDS) & 1) ^ 1)
+        i = count & (scheduler.RECORDS - 1)
+        cute.arch.mbarrier_wait(storage.rec_empty.data_ptr() + i, ((count >> log2(scheduler.RECORDS)) & 1) ^ 1)
         at = storage.records.data_ptr().toint() + i * (scheduler.RECORD_WORDS * 4)
         if cute.arch.lane_idx() == 0:
             p.store_shared_i32(at, row)
@@ -372,8 +390,8 @@ class GroupedGemmDglu:
     @cute.jit
     def _read_record(self, storage, count: Int32):
         """(row, n0, row end, expert, partial slot) of the tile; gives the record back."""
-        i = count % scheduler.RECORDS
-        cute.arch.mbarrier_wait(storage.rec_full.data_ptr() + i, (count // scheduler.RECORDS) & 1)
+        i = count & (scheduler.RECORDS - 1)
+        cute.arch.mbarrier_wait(storage.rec_full.data_ptr() + i, (count >> log2(scheduler.RECORDS)) & 1)
         at = storage.records.data_ptr().toint() + i * (scheduler.RECORD_WORDS * 4)
         row = cute.arch.make_warp_uniform(p.load_shared_i32(at))
         n0 = cute.arch.make_warp_uniform(p.load_shared_i32(at + 4))
@@ -399,7 +417,7 @@ class GroupedGemmDglu:
                         for mi in cutlass.range_constexpr(s.m_blocks):
                             column = n0 + nc * CHUNK_N
                             if cutlass.const_expr(s.pingpong):
-                                group = tile % CONSUMERS
+                                group = tile & (CONSUMERS - 1)
                                 used = used0 if group == 0 else used1
                                 self._load_chunk(storage, atom_c, coords_c, s_c, group, used, row + mi * block_step, column, columns)
                                 if group == 0:
@@ -418,9 +436,9 @@ class GroupedGemmDglu:
     def _load_chunk(self, storage, atom_c: cute.CopyAtom, coords_c: cute.Tensor, s_c: cute.Tensor, group: Int32,
                     used: Int32, row: Int32, n0: Int32, columns: Int32):
         ring = self.schedule.ring_chunks
-        slot = used % ring
+        slot = (used & (ring - 1))
         i = group * ring + slot
-        cute.arch.mbarrier_wait(storage.c_empty.data_ptr() + i, ((used // ring) & 1) ^ 1)
+        cute.arch.mbarrier_wait(storage.c_empty.data_ptr() + i, ((used >> log2(ring)) & 1) ^ 1)
         full = storage.c_full.data_ptr() + i
         if cutlass.const_expr(self.loads_c):
             with cute.arch.elect_one():
@@ -432,19 +450,25 @@ class GroupedGemmDglu:
                 cute.arch.mbarrier_arrive(full)
 
     def _copy_chunk(self, atom_c, coords_c, s_c, i, full, row, n0, columns) -> None:
-        """Starts the TMA loads of one chunk into ring position i: one per box and piece of rows."""
+        """Starts the TMA loads of one chunk into ring position i: one per box."""
         layout = self.config.glu_layout
-        count, tile = stores.boxes(layout), (self.c_rows, stores.box_columns(layout))
-        pieces = cute.group_modes(cute.flat_divide(s_c, tile), 0, 2)
+        count, width = stores.boxes(layout), stores.box_columns(layout)
+        whole = cute.group_modes(s_c, 0, 2)
+        if self.pairs_rows:
+            whole = cute.group_modes(cute.flat_divide(s_c, (16, width)), 0, 4)
         for box in range(count):
             column = stores.box_column(layout, n0, columns, box)
-            for w in range(CHUNK_M // self.c_rows):
-                g_c = cute.local_tile(cute.domain_offset((row + 32 * w, column), coords_c), tile, (0, 0))
-                part, source = cpasync.tma_partition(
-                    atom_c, 0, cute.make_layout(1), pieces, cute.group_modes(g_c, 0, 2)
-                )
-                target = part[None, w, 0, i * count + box]
-                cute.copy(atom_c, source, target, tma_bar_ptr=full, cache_policy=Int64(stores.STREAM))
+            if self.pairs_rows:
+                # Block and piece of the chunk's first row.
+                start = (0, column, row // 32, row // 16 % 2)
+                g_c = cute.local_tile(cute.domain_offset(start, coords_c), (16, width, 4, 1), (0, 0, 0, 0))
+                g_c = cute.group_modes(g_c, 0, 4)
+            else:
+                g_c = cute.local_tile(cute.domain_offset((row, column), coords_c), (CHUNK_M, width), (0, 0))
+                g_c = cute.group_modes(g_c, 0, 2)
+            part, source = cpasync.tma_partition(atom_c, 0, cute.make_layout(1), whole, g_c)
+            target = part[None, i * count + box]
+            cute.copy(atom_c, source, target, tma_bar_ptr=full, cache_policy=Int64(stores.STREAM))
 
     @cute.jit
     def _compute(self, storage, group: Int32, mma_first: cute.TiledMma, mma: cute.TiledMma, s_a: cute.Tensor,

@@ -128,9 +128,8 @@ def scale_offset(row, column_block, blocks_a_row, swizzled: bool):
     """Byte offset of the scale at (row, column_block) of a matrix with `blocks_a_row` scales a row."""
     if not swizzled:
         return Int64(row) * Int64(blocks_a_row) + Int64(column_block)
-    atoms = (blocks_a_row + 3) // 4
-    atom = Int64(row // 128) * Int64(atoms) + Int64(column_block // 4)
-    return atom * 512 + Int64((row % 32) * 16 + (row % 128) // 32 * 4 + column_block % 4)
+    atom = Int64(row >> 7) * Int64((blocks_a_row + 3) >> 2) + Int64(column_block >> 2)
+    return (atom << 9) + Int64(((row & 31) << 4) + (((row >> 5) & 3) << 2) + (column_block & 3))
 
 
 class Quantizer:
@@ -167,8 +166,8 @@ class Quantizer:
                 self._store_codes(self.q_row, at, n0, words)
                 side = self.lane & 3
                 if side < 2:
-                    block = column_of(self.config.glu_layout, n0, side, self.columns) // BLOCK
-                    offset = scale_offset(at, block, self.columns * 2 // BLOCK, self.config.sf_swizzled)
+                    block = column_of(self.config.glu_layout, n0, side, self.columns) >> 5
+                    offset = scale_offset(at, block, self.columns >> 4, self.config.sf_swizzled)
                     p.store_global_b8(self.sf_row.iterator.toint() + offset, byte_of(keys, side, dtype))
 
     @cute.jit
@@ -219,9 +218,9 @@ class Quantizer:
 
     def _store_column_scale(self, row, n, side: int, code):
         column = column_of(self.config.glu_layout, n, side, self.columns)
-        block = row // BLOCK
+        block = row >> 5
         if self.config.sf_swizzled:
-            offset = scale_offset(column, block, (self.rows + BLOCK - 1) // BLOCK, True)
+            offset = scale_offset(column, block, (self.rows + 31) >> 5, True)
         else:
             offset = scale_offset(block, column, self.columns * 2, False)
         p.store_global_b8(self.sf_col.iterator.toint() + offset, code)

@@ -63,7 +63,7 @@ def column_of(glu_layout: str, n, side, columns):
         return n + side * columns
     if glu_layout == "interleaved1":
         return n * 2 + side
-    return (n // CHUNK_N) * (2 * CHUNK_N) + n % CHUNK_N + side * CHUNK_N
+    return ((n >> 5) << 6) + (n & 31) + side * CHUNK_N
 
 
 @cute.jit
