@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -31,8 +31,18 @@ _PARAMETERS = frozenset(p for names in ACTIVATION_PARAMETERS.values() for p in n
 
 
 @dataclass(frozen=True, eq=False)
+class Answer:
+    """What a kernel says of a whole match on an arch: why not, and the smaller covers that it serves instead."""
+
+    kernel: KernelEntry
+    arch: Arch
+    reasons: tuple[Reason, ...]
+    served: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Cover:
-    """The nodes that one kernel would replace, and its problem. `objections` are legality's and the rule's own."""
+    """The nodes that one kernel would replace, and its problem; `illegal` has what legality says against it."""
 
     rule: Rule
     anchor: int
@@ -40,7 +50,8 @@ class Cover:
     nodes: tuple[int, ...]
     roles: Mapping[str, int]
     problem: Problem
-    objections: tuple[Reason, ...]
+    illegal: tuple[Reason, ...]
+    answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +62,15 @@ class Candidate:
     kernel: KernelEntry
 
 
-def make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView, arch: Arch) -> Cover:
-    """The cover of `match` with the attachments `attached`."""
+def make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView) -> Cover:
+    """The cover of `match` with the attachments `attached`. The match keeps it: no arch or kernel changes it."""
+    if attached not in match.covers:
+        match.covers[attached] = _make_cover(rule, match, attached, view)
+    cover: Cover = match.covers[attached]
+    return cover
+
+
+def _make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView) -> Cover:
     graph, values, uses, tensors, roles = view.graph, match.values, view.uses, view.graph.tensors, rule.roles
     shape = match.pattern.shape(attached)
     indices = [match.nodes[part.label] for part in shape.parts]
@@ -94,10 +112,8 @@ def make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphV
         rounding=rounding,
         deterministic=graph.deterministic,
     )
-    objections = legality.illegalities(view, indices, read=operands, written=written, interior=interior)
-    if rule.conditions:
-        objections += rule_failures(rule, problem, arch)
-    return Cover(rule, indices[0], attached, tuple(sorted(indices)), placed, problem, objections)
+    illegal = legality.illegalities(view, indices, read=operands, written=written, interior=interior)
+    return Cover(rule, indices[0], attached, tuple(sorted(indices)), placed, problem, illegal)
 
 
 @lru_cache(maxsize=4096)
@@ -115,27 +131,26 @@ def judge(
     rule: Rule, match: Match, kernels: Sequence[KernelEntry], view: GraphView, arch: Arch
 ) -> tuple[list[Candidate], list[Verdict]]:
     """The candidates of `match`, and a verdict for every kernel (and attachment) that cannot serve it."""
-    covers: dict[tuple[str, ...], Cover] = {}
 
     def cover(attached: tuple[str, ...]) -> Cover:
-        if attached not in covers:
-            covers[attached] = make_cover(rule, match, attached, view, arch)
-        return covers[attached]
+        return make_cover(rule, match, attached, view)
 
     whole = cover(match.attached)
-    if whole.objections and _common(whole.objections, [cover(a).objections for a in _least(match)]):
-        return [], [Verdict(VerdictKind.UNSUPPORTED, rule.id, whole.anchor, whole.nodes, whole.objections)]
+    objections = _objections(whole, arch)
+    if objections and _common(objections, [_objections(cover(a), arch) for a in _least(match)]):
+        return [], [Verdict(VerdictKind.UNSUPPORTED, rule.id, whole.anchor, whole.nodes, objections)]
     if not kernels:
-        reasons = (*whole.objections, no_kernel(rule))
+        reasons = (*objections, no_kernel(rule))
         return [], [Verdict(VerdictKind.UNSUPPORTED, rule.id, whole.anchor, whole.nodes, reasons)]
     candidates: list[Candidate] = []
     verdicts: list[Verdict] = []
     for kernel in kernels:
-        reasons = (*whole.objections, *kernel_failures(kernel, whole.problem, arch))
+        answer = _ask(match, whole, kernel, cover, objections, arch)
+        reasons = answer.reasons
         if not reasons:
             candidates.append(Candidate(whole, kernel))
             continue
-        served = [cover(a) for a in _served(match, kernel, cover, reasons, arch)]
+        served = [cover(a) for a in answer.served]
         candidates.extend(Candidate(c, kernel) for c in served)
         if served:
             kept = set().union(*(c.nodes for c in served))
@@ -144,6 +159,28 @@ def judge(
             nodes = whole.nodes
         verdicts.append(Verdict(VerdictKind.UNSUPPORTED, rule.id, whole.anchor, nodes, reasons, kernel.id))
     return candidates, verdicts
+
+
+def _ask(
+    match: Match,
+    whole: Cover,
+    kernel: KernelEntry,
+    cover: Callable[[tuple[str, ...]], Cover],
+    objections: tuple[Reason, ...],
+    arch: Arch,
+) -> Answer:
+    """What `kernel` says of the whole match on `arch`. The cover keeps it: conditions depend on nothing else."""
+    key = (id(kernel), id(arch))  # both are kept alive by the answer, so that an id stands for one object
+    if key not in whole.answers:
+        reasons = (*objections, *kernel_failures(kernel, whole.problem, arch))
+        served = _served(match, kernel, cover, reasons, arch) if reasons else []
+        whole.answers[key] = Answer(kernel, arch, reasons, tuple(served))
+    return whole.answers[key]
+
+
+def _objections(cover: Cover, arch: Arch) -> tuple[Reason, ...]:
+    """What legality and the rule itself say against a cover, whatever the kernel."""
+    return cover.illegal + rule_failures(cover.rule, cover.problem, arch)
 
 
 def _least(match: Match) -> list[tuple[str, ...]]:
@@ -177,7 +214,7 @@ def _served(
 
     def suspected(attached: tuple[str, ...]) -> tuple[Reason, ...]:
         smaller = cover(attached)
-        return (*smaller.objections, *failures(suspects, smaller.problem, arch))
+        return (*_objections(smaller, arch), *failures(suspects, smaller.problem, arch))
 
     if _common(reasons, [suspected(a) for a in _least(match)]):
         return []  # what fails with every attachment and with none does not depend on them

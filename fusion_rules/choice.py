@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..kernels.arch import Arch
 from ..kernels.condition import Reason
-from ..kernels.cost import Sizes, match_estimate, node_estimate
+from ..kernels.cost import Sizes, match_estimate, node_estimate, nominal_bindings
 from .candidates import Candidate
 from .legality import CODES as LEGALITY_CODES
 from .legality import CONTRACTION_CYCLE, cyclic_groups
@@ -47,19 +47,26 @@ class Weighed:
         return self.candidate.cover.nodes
 
 
-def weigh(candidates: Sequence[Candidate], view: GraphView, arch: Arch, bindings: Mapping[str, int]) -> list[Weighed]:
-    """Every candidate with its estimates on `arch` at `bindings`."""
-    sizes = Sizes(bindings)
-    seconds: dict[int, float] = {}
+def weigh(candidates: Sequence[Candidate], view: GraphView, arch: Arch) -> list[Weighed]:
+    """Every candidate with its estimates on `arch`, at the nominal values of the graph's symbols.
+
+    The view keeps the estimates: they depend on the graph and the arch alone.
+    """
+    kept = view.seconds.setdefault(arch, {})
+    bindings: Mapping[str, int] | None = None
     found = []
     for candidate in candidates:
-        cover = candidate.cover
-        for index in cover.nodes:
-            if index not in seconds:
-                seconds[index] = node_estimate(view.graph, view.nodes[index], arch, bindings, sizes).seconds
-        launches = candidate.kernel.launches(cover.problem)
-        fused = match_estimate(cover.problem, arch, bindings, launches=launches, sizes=sizes).seconds
-        found.append(Weighed(candidate, fused, sum(map(seconds.__getitem__, cover.nodes))))
+        cover, launches = candidate.cover, candidate.kernel.launches(candidate.cover.problem)
+        key = (cover, launches)
+        if key not in kept:
+            if bindings is None:
+                bindings = nominal_bindings(view.graph)
+                sizes = Sizes(bindings)
+            for index in cover.nodes:
+                if index not in kept:
+                    kept[index] = node_estimate(view.graph, view.nodes[index], arch, bindings, sizes).seconds
+            kept[key] = match_estimate(cover.problem, arch, bindings, launches=launches, sizes=sizes).seconds
+        found.append(Weighed(candidate, kept[key], sum(map(kept.__getitem__, cover.nodes))))
     return found
 
 

@@ -8,7 +8,6 @@ from ..graph_ops.ir.errors import GraphError
 from ..graph_ops.ir.graph import Node, OpGraph
 from ..kernels.arch import Arch
 from ..kernels.condition import Reason
-from ..kernels.cost import nominal_bindings
 from ..kernels.registry import KERNELS, KernelEntry
 from .candidates import Candidate, judge
 from .choice import choose, weigh
@@ -36,7 +35,7 @@ def fuse(
     """
     _check_ids(disable, kernels)
     raised, raisings = raise_graph(graph, disable)
-    view = GraphView(raised)
+    view = GraphView.of(raised)
     serving = {rule.id: tuple(k for k in kernels if k.rule == rule.id) for rule in RULES}
     candidates: list[Candidate] = []
     verdicts: list[tuple[tuple[int, int], Verdict]] = []
@@ -45,9 +44,7 @@ def fuse(
             found, said = _at(rule, node, serving[rule.id], view, arch)
             candidates.extend(found)
             verdicts.extend(((node.index, place), v) for v in said)
-    chosen, refused = choose(
-        weigh(candidates, view, arch, nominal_bindings(raised)) if candidates else (), view, disable
-    )
+    chosen, refused = choose(weigh(candidates, view, arch), view, disable)
     rank = {rule.id: i for i, rule in enumerate(RULES)}
     for one, reason in refused:
         verdicts.append(_outcome(VerdictKind.NOT_CHOSEN, one.candidate, rank, (reason,)))
@@ -114,30 +111,45 @@ def _at(
     rule: Rule, anchor: Node, kernels: Sequence[KernelEntry], view: GraphView, arch: Arch
 ) -> tuple[list[Candidate], list[Verdict]]:
     """The candidates of one rule at one anchor, and what there is to say of the rest."""
-    misses: list[Trace] = []
+    found, missed = _matches(rule, anchor, view)
     candidates: list[Candidate] = []
     verdicts: list[Verdict] = []
-    seen: set[tuple[int, ...]] = set()
+    for match in found:
+        able, said = judge(rule, match, kernels, view, arch)
+        candidates.extend(able)
+        verdicts.extend(said)
+        verdicts.extend(_left(rule, match))
+    if missed is not None:
+        verdicts.append(missed)
+    return candidates, verdicts
+
+
+def _matches(rule: Rule, anchor: Node, view: GraphView) -> tuple[list[Match], Verdict | None]:
+    """Every match of one rule at one anchor, each set of nodes once, and the nearest miss where it tells something.
+
+    No arch, kernel or choice changes them, so that the view keeps them.
+    """
+    key = (rule.id, anchor.index)
+    if key in view.found:
+        kept: tuple[list[Match], Verdict | None] = view.found[key]
+        return kept
+    misses: list[Trace] = []
+    found: dict[tuple[int, ...], Match] = {}
     for pattern in rule.patterns:
-        trace, found_any = Trace(), False
-        for match in matches(pattern, view, anchor, trace):
-            found_any = True
-            nodes = tuple(sorted(match.nodes.values()))
-            if nodes in seen:
-                continue
-            seen.add(nodes)
-            found, said = judge(rule, match, kernels, view, arch)
-            candidates.extend(found)
-            verdicts.extend(said)
-            verdicts.extend(_left(rule, match))
-        if not found_any:
+        trace = Trace()
+        fitting = list(matches(pattern, view, anchor, trace))
+        for match in fitting:
+            found.setdefault(tuple(sorted(match.nodes.values())), match)
+        if not fitting:
             misses.append(trace)
-    told = misses if not seen else [m for m in misses if m.code in CLOSE]
+    told = misses if not found else [m for m in misses if m.code in CLOSE]
+    missed = None
     if told:
         nearest = max(told, key=lambda m: m.score)
         fitted = nearest.fitted or (anchor.index,)
-        verdicts.append(Verdict(VerdictKind.NO_MATCH, rule.id, anchor.index, fitted, (nearest.reason(view),)))
-    return candidates, verdicts
+        missed = Verdict(VerdictKind.NO_MATCH, rule.id, anchor.index, fitted, (nearest.reason(view),))
+    view.found[key] = list(found.values()), missed
+    return list(found.values()), missed
 
 
 def _without_noise(verdicts: list[tuple[tuple[int, int], Verdict]]) -> list[tuple[tuple[int, int], Verdict]]:

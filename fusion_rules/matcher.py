@@ -6,7 +6,7 @@ It proposes sets of nodes; `legality` disposes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..graph_ops.ir.graph import Node
@@ -63,6 +63,7 @@ class Match:
     values: Mapping[str, int]
     attached: tuple[str, ...] = ()
     left: tuple[tuple[int, Reason], ...] = ()
+    covers: dict[tuple[str, ...], Any] = field(default_factory=dict)  # filled by candidates.make_cover
 
 
 @dataclass

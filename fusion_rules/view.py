@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..graph_ops.ir.graph import Node, OpGraph, Use
 
 if TYPE_CHECKING:
     import networkx
+
+
+_KEPT = "_fusion_view"
+
+
+def _no_view() -> None:
+    return None
 
 
 class GraphView:
@@ -25,6 +32,20 @@ class GraphView:
         self.uses: Mapping[int, tuple[Use, ...]] = graph.uses
         self.producers: Mapping[int, Use] = graph.producers
         self.order: Iterable[int] = self._order()
+        self.found: dict[tuple[str, int], Any] = {}  # filled by fusion: what each rule matches at each anchor
+        self.seconds: dict[Any, dict[Any, float]] = {}  # filled by choice: arch -> estimates of nodes and covers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied or pickled graph starts without a view: the next plan makes one."""
+        return _no_view, ()
+
+    @staticmethod
+    def of(graph: OpGraph) -> GraphView:
+        """The view that the graph keeps, as it keeps its uses: planning for another arch then matches nothing twice."""
+        view: GraphView | None = graph.__dict__.get(_KEPT)
+        if view is None:
+            view = graph.__dict__[_KEPT] = GraphView(graph)
+        return view
 
     def _order(self) -> list[int]:
         producers = self.producers

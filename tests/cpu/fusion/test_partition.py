@@ -6,6 +6,8 @@ that it replaces, and gives its output roles and nothing else.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +23,7 @@ from opfuse.fusion_rules import FusionReport
 from opfuse.fusion_rules.view import GraphView
 from opfuse.graph_ops.builder import GraphBuilder, Tensor
 from opfuse.graph_ops.ir import DataType, GluLayout, OpGraph
+from opfuse.kernels.arch import ARCHES
 from opfuse.kernels.problem import ROLES
 from opfuse.kernels.reference.evaluate import evaluate_graph
 
@@ -240,6 +243,32 @@ def test_the_random_graphs_reach_every_rule_and_raise():
         found.update(m.rule for m in report.matches)
         found.update(r.rule for r in report.raisings)
     assert set(found) == {*fg.RULE_IDS, "raise_glu", "raise_glu_backward"}, found
+
+
+def test_what_a_graph_keeps_never_changes_a_plan():
+    """Plans of one graph for several arches, kernel tables and disabled ids, in any order, are those of copies."""
+    tables = (fg.ANY_KERNELS, fg.EXACT_KERNELS, [fg.kernel("grouped_gemm_dglu", fg.without("q_row", "dbias"))], ())
+    settings = [
+        (arch, kernels, disable)
+        for arch in (ARCHES["sm90"], ARCHES["sm100"], replace(ARCHES["sm90"], launch_seconds=1.0))
+        for kernels in tables
+        for disable in ((), ("grouped_gemm_dglu",), ("raise_glu",))
+    ]
+    for seed in range(12):
+        graph = Writer(seed).write()
+        order = list(settings)
+        random.Random(seed).shuffle(order)
+        for arch, kernels, disable in order:
+            kept = plan(graph, arch, kernels=kernels, disable=disable)
+            fresh = plan(replace(graph), arch, kernels=kernels, disable=disable)
+            assert kept.matches == fresh.matches and kept.verdicts == fresh.verdicts, f"seed {seed}, {arch}, {disable}"
+
+
+def test_a_planned_graph_can_be_pickled_and_copied():
+    graph = fg.dglu().freeze()
+    report = plan(graph)
+    for other in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
+        assert other == graph and plan(other).verdicts == report.verdicts
 
 
 def test_every_node_left_alone_at_an_anchor_has_a_reason():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import fusion_graphs as fg  # type: ignore[import-not-found]
 import pytest
 from fusion_graphs import Parts, plan  # type: ignore[import-not-found]
@@ -39,6 +41,15 @@ def test_fuse_blocks(benchmark, count):
     graph = blocks(count)
     report = benchmark(plan, graph)
     assert len(graph.nodes) == 5 * count and len(report.matches) == count
+
+
+@pytest.mark.benchmark(group="fuse: dGLU blocks, first plan of a graph")
+@pytest.mark.parametrize("count", [1, 400], ids=["5 nodes", "2,000 nodes"])
+def test_fuse_blocks_for_the_first_time(benchmark, count):
+    """A graph keeps what no arch, kernel or choice changes; here every round starts from a copy that keeps nothing."""
+    graph = blocks(count)
+    report = benchmark.pedantic(plan, setup=lambda: ((replace(graph),), {}), rounds=10)
+    assert len(report.matches) == count
 
 
 @pytest.mark.benchmark(group="fuse: residual stack")
