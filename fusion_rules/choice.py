@@ -148,7 +148,7 @@ def _loss(one: Weighed, taken: Mapping[int, Weighed], view: GraphView) -> Reason
 
 
 def _text(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e6:.4g} us"
 
 
 def _overlapping(weighed: Sequence[Weighed]) -> list[list[Weighed]]:

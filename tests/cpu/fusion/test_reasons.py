@@ -4,7 +4,9 @@ returns what there is to say."""
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import test_raising as spelled  # type: ignore[import-not-found]
 from fusion_graphs import VerdictKind, codes, plan  # type: ignore[import-not-found]
 from opfuse.fusion_rules import RULES, choice, fusion, legality, matcher, raising, support, why_not
 from opfuse.graph_ops.ir import GraphError, OpGraph
+from opfuse.kernels.condition import Reason
 
 OTHER: dict[str, dict[Any, Any]] = {
     "alpha_exponent": {1: 2, 2: 1}, "act": {"geglu": "swiglu"}, "geglu_alpha": {1.702: 1.0}, "clamp_min": {-7.0: -8.0},
@@ -101,9 +104,9 @@ def shared_offsets() -> fg.Parts:
     return p
 
 
-def produced_codes() -> set[str]:
-    """Codes of every report that the tests of this folder can make, and of the legality module asked directly."""
-    found: set[str] = set()
+def produced() -> list[Reason]:
+    """The reasons of every report that the tests of this folder make, in a fixed order."""
+    found: list[Reason] = []
     graphs = [(build().freeze(), [k for k in fg.EXACT_KERNELS if k.rule == rule]) for rule, _, _, build in near.CASES]
     graphs += [(spelled.forward_miss(c)[0], fg.ANY_KERNELS) for c in spelled.FORWARD_MISSES]
     graphs += [(spelled.backward_miss(c)[0], fg.ANY_KERNELS) for c in spelled.BACKWARD_MISSES]
@@ -120,24 +123,42 @@ def produced_codes() -> set[str]:
     graphs.append((replace(headless, nodes=(headless.nodes[0], lost, *headless.nodes[2:])), fg.ANY_KERNELS))
     for graph, kernels in graphs:
         for report in (plan(graph, kernels=kernels), plan(graph, kernels=kernels, disable=fg.RULE_IDS)):
-            found |= {r.code for v in report.verdicts for r in v.reasons}
+            found += [r for v in report.verdicts for r in v.reasons]
     p = fg.dglu()
     p.g.deterministic = True
     report = plan(p.freeze(), kernels=[fg.kernel("grouped_gemm_dglu", deterministic=False)])
-    found |= codes(report, "grouped_gemm_dglu")
-    return found | {r.code for r in why_not(fg.row_col().freeze(), "grouped_gemm_glu", fg.SM90)[0].reasons}
+    found += [r for v in report.verdicts for r in v.reasons]
+    return [*found, *why_not(fg.row_col().freeze(), "grouped_gemm_glu", fg.SM90)[0].reasons]
+
+
+def text(reason: Reason) -> str:
+    """A reason as it is printed, without the lines of this file and the numbers of the cost model."""
+    return re.sub(r"[0-9.e+]+ us", "# us", str(replace(reason, where="")))
+
+
+def test_every_reason_reads_as_agreed():
+    """One golden text for each code that rules and the pass declare: a change of wording is a change of interface."""
+    declared = declared_codes()
+    first: dict[str, str] = {}
+    for reason in produced():
+        if reason.code in declared:
+            first.setdefault(reason.code, text(reason))
+    golden = json.loads(Path(__file__).with_name("reasons.json").read_text(encoding="utf-8"))
+    assert first == golden
+
+
+def declared_codes() -> set[str]:
+    declared = {*matcher.CODES, *legality.CODES, *choice.CODES, *support.CODES, *raising.CODES, fusion.NO_ANCHOR}
+    return declared | {c.code for rule in RULES for c in rule.conditions}
 
 
 def test_every_declared_code_is_produced():
-    produced = produced_codes()
-    declared = {*matcher.CODES, *legality.CODES, *choice.CODES, *support.CODES, *raising.CODES, fusion.NO_ANCHOR}
-    declared |= {c.code for rule in RULES for c in rule.conditions}
     asked_directly = {
         "NOT_EXACT_COVER": "test_legality",
         "CONTRACTION_CYCLE": "test_legality",
         "NO_PRODUCER": "test_matcher",
     }
-    assert not declared - produced - set(asked_directly)
+    assert not declared_codes() - {r.code for r in produced()} - set(asked_directly)
     for code, module in asked_directly.items():
         assert f'"{code}"' in Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
 
