@@ -9,13 +9,14 @@ where the documents and the code differ, as the documents' equations and this pr
 
 - dprob and, in the class, dbias and amax are accumulated into what the caller's buffer holds, as NVIDIA's kernels do:
   a zeroed buffer (amax: zero or -inf) gets exactly the result.
-- dbias sums D as its tensor holds it: rounded to `d_dtype`, or unrounded where D is quantized.
+- dbias and amax are of D before it rounds or is quantized, as the code has it; dbias rounds once, to BF16.
 - `epilogue_op` ("relu", "srelu") is applied to D before it is stored, quantized or summed; NVIDIA's kernels ignore it.
 - D_col exists where D is quantized. Otherwise the wrapper gives None, and the class copies D into a `d_col_tensor`.
-- block-scaled dGeGLU does not read beta (the documents say so): None or ones are taken,
-other values on the CPU refused.
+- block-scaled dGeGLU does not read beta, as documented: other values than ones are refused where they lie on the CPU,
+  and logged as without effect elsewhere.
 - amax of an empty expert is 0; rows outside every group are zero.
 - `dprob_tensor` and `prob_tensor` may be None for both families of operands.
+
 Raises UnsupportedCall, with every reason, for a call outside the documented contract.
 """
 
@@ -24,7 +25,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,156 +32,18 @@ import torch
 from ...kernels.condition import Reason
 from ..graph import Graph
 from ..ir.dims import ceil_div
-from ..ir.dtypes import DataType
 from ..ir.errors import StateError
-from ..ir.layouts import GluLayout, ScaleLayout
 from ..scales import from_atom_view, pack_columns_by_expert, to_atom_view
-from .common import FP4_STORAGE, FP8_TYPES, GraphCache, TupleDict, column_view, data_type, matrix, on_stream, rows
-from .dglu_surface import ACTIVATIONS, DGLU, activation_parameters
-from .surface import ROW_MULTIPLE, Call, check, idle_options, read_call, refuse, weights
-
-NAME = "grouped_gemm_dglu"
-LAYOUT = GluLayout.interleaved(32)
+from .common import FP4_STORAGE, GraphCache, TupleDict, column_view, matrix, on_stream, rows
+from .dglu_graph import NAME, DgluConfig, build, configure, pack
+from .dglu_surface import DGLU
+from .surface import Call, check, idle_options, read_call, refuse
 
 log = logging.getLogger("opfuse.api")
 
 
-@dataclass(frozen=True)
-class DgluConfig:
-    """Everything that decides the graph of a call; M is left to its buffers."""
-
-    device: str
-    depth: int
-    columns: int
-    experts: int
-    a_type: DataType
-    b_major: str
-    discrete: bool
-    scale: DataType | None
-    block: int
-    c_type: DataType
-    d_type: DataType
-    quantized: bool
-    optional: frozenset[str]  # operands that are there: alpha, beta, prob, dprob, dbias, amax, activation
-    act: str
-    parameters: tuple[tuple[str, float], ...]
-    epilogue: str
-    rounds_product: bool
-    deterministic: bool
-
-
 CACHE: GraphCache[DgluConfig] = GraphCache(limit=64)
 """Graphs of the wrapper, by configuration."""
-
-
-def build(config: DgluConfig) -> Graph:
-    """The graph of a configuration, declared; inputs and outputs are named as below."""
-    f = DataType.FLOAT
-    depth, columns, experts = config.depth, config.columns, config.experts
-    g = Graph(name=NAME, device=config.device, deterministic=config.deterministic)
-    m = g.symbol("M", multiple_of=ROW_MULTIPLE)
-    step = (1, depth) if config.b_major == "k" else (columns, 1)
-    a = g.tensor("a", dim=(m, depth), data_type=config.a_type)
-    b = g.tensor("b", dim=(experts, depth, columns), stride=(depth * columns, *step), data_type=config.a_type,
-                 discrete=config.discrete)  # fmt: skip
-    offsets = g.tensor("offsets", dim=(experts,), data_type=DataType.INT32, multiple_of=ROW_MULTIPLE)
-    c = g.tensor("c", dim=(m, 2 * columns), data_type=config.c_type, glu_layout=LAYOUT)
-    alpha, beta = (
-        g.tensor(n, dim=(experts,), data_type=f) if n in config.optional else None for n in ("alpha", "beta")
-    )
-    prob = g.tensor("prob", dim=(m,), data_type=f) if "prob" in config.optional else None
-    if config.scale is not None:
-        a, b = dequantized_operands(g, a, b, config.block, config.scale)
-    r = g.grouped_matmul(a, b, offsets, alpha=alpha, alpha_exponent=2 if alpha is not None else 1)
-    if config.rounds_product:
-        r.set_data_type(DataType.BFLOAT16)
-    parameters: dict[str, Any] = dict(config.parameters)
-    dx, dprob, *activation = g.glu_backward(
-        r, c, act=config.act.removeprefix("d"), prob=prob, beta=beta, offsets=None if beta is None else offsets,
-        recompute="activation" in config.optional, **parameters,
-    )  # fmt: skip
-    if "dprob" in config.optional:
-        dprob.set_name("dprob").set_output(True)
-    for t in activation:
-        t.set_name("activation").set_output(True).set_data_type(DataType.BFLOAT16)
-    d = {"relu": g.relu, "srelu": g.srelu}[config.epilogue](dx) if config.epilogue else dx
-    if config.quantized:
-        norm_const = g.tensor("norm_const", dim=(1,), data_type=f)
-        assert config.scale is not None
-        for side, axis in (("row", 1), ("col", 0)):
-            codes, scale = g.block_scale_quantize(d, block_size=config.block, axis=axis, data_type=config.d_type,
-                                                  scale_type=config.scale, norm_const=norm_const)  # fmt: skip
-            codes.set_name(f"d_{side}").set_output(True)
-            scale.set_name(f"sfd_{side}").set_output(True)
-    else:
-        d.set_name("d_row").set_output(True).set_data_type(config.d_type)
-    if "dbias" in config.optional:
-        g.group_sum(d, offsets).set_name("dbias").set_output(True).set_data_type(DataType.BFLOAT16)
-    if "amax" in config.optional:
-        g.group_amax(d, offsets, split_glu=True).set_name("amax").set_output(True)
-    return g
-
-
-def dequantized_operands(g: Graph, a: Any, b: Any, block: int, scale: DataType) -> tuple[Any, Any]:
-    """Codes of A (M, K) and B (L, K, N) -> their values, virtual BFLOAT16, in which code times scale is exact."""
-    by_row, by_column = ScaleLayout(block, axis=1), ScaleLayout(block, axis=0)
-    sfa = g.tensor("sfa", dim=by_row.storage(a.dim), data_type=scale, scale_layout=by_row)
-    experts, depth, columns = b.dim
-    sfb = g.tensor("sfb", dim=(experts, *by_column.storage((depth, columns))), data_type=scale, scale_layout=by_column,
-                   discrete=b.spec().discrete)  # fmt: skip
-    values = g.block_scale_dequantize(b, sfb).set_data_type(DataType.BFLOAT16).set_stride(b.stride)
-    return g.block_scale_dequantize(a, sfa).set_data_type(DataType.BFLOAT16), values
-
-
-def configure(call: Call, outputs: frozenset[str]) -> DgluConfig:
-    """The configuration of a call that passed `check`. `outputs`: those wanted of dprob, dbias, amax, activation."""
-    options, act = call.options, call.options["act_func"]
-    reads_beta = "beta" in call and not (call.block_scaled and act == "dgeglu")
-    inputs = {n for n in ("alpha", "prob") if n in call} | ({"beta"} if reads_beta else set())
-    assert call.b_major is not None
-    return DgluConfig(
-        device=str(call["a"].device),
-        depth=call.depth,
-        columns=call.columns,
-        experts=call.experts,
-        a_type=data_type(call["a"].dtype),
-        b_major=call.b_major,
-        discrete=call.discrete,
-        scale=data_type(call["sfa"].dtype) if call.block_scaled else None,
-        block=call.block_size,
-        c_type=DataType.BFLOAT16 if call["c"].dtype in FP8_TYPES else data_type(call["c"].dtype),
-        d_type=data_type(call.d_dtype),
-        quantized=call.quantized,
-        optional=outputs | inputs,
-        act=act,
-        parameters=tuple(activation_parameters(options).items()),
-        epilogue=options["epilogue_op"] if options["epilogue_op"] in ("relu", "srelu") else "",
-        rounds_product=options["round_dgrad_to_input_dtype"],
-        deterministic=options["deterministic"],
-    )
-
-
-def pack(call: Call, config: DgluConfig) -> dict[str, Any]:
-    """The variant pack of a call's inputs: views of the caller's tensors, C converted where it is FP8 (exactly)."""
-    depth_blocks = ceil_div(call.depth, config.block)
-    assert isinstance(depth_blocks, int)
-    offsets = call["padded_offsets"]
-    if call.options["use_single_group_runtime_offsets"]:
-        offsets = torch.full_like(offsets, call.rows)
-    c = matrix(call["c"])
-    given = {
-        "a": matrix(call["a"]),
-        "b": call["b_ptrs"] if call.discrete else weights(call["b"], call.options["b_major"]),
-        "offsets": offsets,
-        "c": c.to(torch.bfloat16) if c.dtype in FP8_TYPES else c,
-        **{n: call[n] for n in ("alpha", "beta") if n in config.optional},
-        **({"prob": rows(call["prob"])} if "prob" in config.optional else {}),
-    }
-    if config.scale is not None:
-        given["sfa"] = from_atom_view(call["sfa"], call.rows, depth_blocks)
-        given["sfb"] = call["sfb_ptrs"] if call.discrete else from_atom_view(
-            call["sfb"], call.columns, depth_blocks, call.experts)  # fmt: skip
-    return {**given, "norm_const": call["norm_const"]} if config.quantized else given
 
 
 def _column_scales(call: Call, stored: torch.Tensor) -> torch.Tensor:
@@ -257,7 +119,7 @@ def grouped_gemm_dglu_wrapper(
     wanted = {n for n in ("dprob", "activation") if n in call} | ({"dbias"} if generate_dbias else set())
     wanted |= {"amax"} if call.block_scaled and d_dtype in (torch.bfloat16, torch.float16) else set()
     config = configure(call, frozenset(wanted))
-    for reason in idle_options(call, WRAPPER_DEFAULTS):
+    for reason in idle_arguments(call):
         log.info("%s: %s", NAME, reason, extra={"code": reason.code})
     graph = CACHE.get(config, build)
     with on_stream(current_stream, a_tensor.device), torch.no_grad():
@@ -279,6 +141,15 @@ def grouped_gemm_dglu_wrapper(
 
 
 WRAPPER_DEFAULTS = {n: p.default for n, p in inspect.signature(grouped_gemm_dglu_wrapper).parameters.items()}
+
+
+def idle_arguments(call: Call) -> tuple[Reason, ...]:
+    """A reason for every argument of a valid call that changes nothing here."""
+    found = idle_options(call, WRAPPER_DEFAULTS)
+    if call.block_scaled and "beta" in call and call.options["act_func"] == "dgeglu":
+        hint = "multiply C by beta beforehand"
+        found += (Reason("BETA_UNUSED", "beta with block-scaled dGeGLU", "None, or ones", hint),)
+    return found
 
 
 def _read(operands: Mapping[str, torch.Tensor | None], options: Mapping[str, Any], d_dtype: torch.dtype,
@@ -376,7 +247,7 @@ class GroupedGemmDglu:
         call = self._call({**self._samples, "b_ptrs": None, "sfb_ptrs": None}, is_sample=True)
         check(DGLU, call)
         self._config, self._rows = self._configure(call), call.rows
-        self.hints = idle_options(call, WRAPPER_DEFAULTS)
+        self.hints = idle_arguments(call)
         return True
 
     def compile(self) -> None:
@@ -497,4 +368,4 @@ class GroupedGemmDglu:
         return configure(call, frozenset(n for n in ("dprob", "dbias", "amax", "activation") if n in call))
 
 
-__all__ = ["ACTIVATIONS", "CACHE", "DgluConfig", "GroupedGemmDglu", "build", "grouped_gemm_dglu_wrapper"]
+__all__ = ["CACHE", "DgluConfig", "GroupedGemmDglu", "build", "grouped_gemm_dglu_wrapper"]

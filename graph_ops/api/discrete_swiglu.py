@@ -33,16 +33,14 @@ from ..graph import Graph
 from ..ir.dims import ceil_div
 from ..ir.dtypes import DataType
 from ..ir.errors import StateError
-from ..ir.layouts import GluLayout
 from ..scales import from_atom_view, pack_columns_by_expert, swizzle, to_atom_view
 from .common import FP4_STORAGE, FP8_TYPES, GraphCache, TupleDict, column_view, data_type, matrix, on_stream, rows
-from .dglu import dequantized_operands
+from .dglu_graph import LAYOUT, dequantized_operands, rounded_copy
 from .dglu_surface import activation_parameters
 from .discrete_swiglu_surface import DISCRETE_SWIGLU
 from .surface import FP8, HALF_TYPES, ROW_MULTIPLE, Call, check, idle_options, read_call, refuse
 
 NAME = "discrete_grouped_gemm_swiglu"
-LAYOUT = GluLayout.interleaved(32)
 
 log = logging.getLogger("opfuse.api")
 
@@ -113,7 +111,8 @@ def build(config: SwigluConfig) -> Graph:
             codes.set_name(f"d_{side}").set_output(True)
             scale.set_name(f"sfd_{side}").set_output(True)
     else:
-        d.set_name("d_row").set_output(True).set_data_type(f if config.normalized else config.d_type)
+        stored = f if config.normalized else config.d_type
+        rounded_copy(g, d, stored, "amax" in config.optional).set_name("d_row").set_output(True)
     if "amax" in config.optional:
         g.group_amax(d, offsets).set_name("amax").set_output(True)
     return g

@@ -243,13 +243,6 @@ def test_a_schedule_option_is_reported_to_change_nothing(api, change, caplog):
     assert named, caplog.text
 
 
-def test_deterministic_asks_the_graph_for_it():
-    from opfuse.graph_ops.api import dglu
-
-    made = {c.deterministic: dglu.build(c).operation_graph().deterministic for c in dglu.CACHE._graphs}
-    assert all(asked is declared for asked, declared in made.items())
-
-
 def test_single_group_runtime_offsets_do_not_read_the_offset(api):
     p = api.make(5, "fp4", "e8m0", 32)
     t = p.tensors

@@ -124,6 +124,15 @@ def test_dglu_with_reductions_and_scales_by_expert(kit):
     assert ((values - dup).abs() <= 16 * each + 1e-6).all(), f"seed {kit.seed}"
 
 
+def test_c41_does_the_graph_fuse_swiglu_and_why_not(kit):
+    """The question of cudnn-frontend's users: halves apart cannot become one node, and the report and notes say so."""
+    g, _, _ = dglu_graph(kit)
+    ours = Graph.from_cudnn(g, device="cpu")
+    report = str(ours.explain(arch="sm90"))
+    assert "torch.grouped_matmul: r [grouped_matmul]" in report and "OP: observed" in report
+    assert any(note.code == "GLU_HALVES" and "show the split" in note.hint for note in ours.notes)
+
+
 def test_execute_writes_cudnns_own_buffers(kit):
     g, inputs, outputs = dglu_graph(kit)
     ours = Graph.from_cudnn(g, device="cpu")
