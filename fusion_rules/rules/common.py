@@ -45,6 +45,11 @@ def epilogue_attachments(d: str) -> tuple[NodePattern, ...]:
     )
 
 
+def rounded_copy(wide: str, d: str) -> NodePattern:
+    """`d` as a narrower copy of the value `wide`, which stays inside: codes and sums then take the wide value."""
+    return NodePattern("round", "identity", {"x": wide}, {"y": d})
+
+
 def _factor_shape(problem: Problem, arch: Arch) -> Any:
     prob = problem["prob"]
     return f"{prob.name} of shape ({', '.join(map(str, prob.dim))}), {prob.data_type!r}"
@@ -54,6 +59,16 @@ def _is_row_factor(problem: Problem, arch: Arch) -> bool:
     prob, rows = problem["prob"], problem["a"].dim[0]
     return prob.dim in ((rows, 1), (rows,)) and prob.data_type.value == "FLOAT"
 
+
+WIDE_TYPE = Condition(
+    code="WIDE_TYPE",
+    requires="a FLOAT value before the rounding copy: the kernel holds it in float32",
+    observed=lambda problem, arch: f"it rounds to {problem.rounding['d_wide']!r} first",
+    holds=lambda problem, arch: problem.rounding["d_wide"].value == "FLOAT",
+    hint="leave the value before identity virtual FLOAT",
+    applies=lambda problem, arch: "d_wide" in problem.rounding,
+    row="d",
+)
 
 ROW_FACTOR = Condition(
     code="ROW_FACTOR",

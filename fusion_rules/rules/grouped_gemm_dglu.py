@@ -3,46 +3,57 @@
     r = grouped_matmul(dy, W2, offsets);  d, dprob, activation = glu_backward(r, h, prob)
     q_row, sf_row = quantize(d, rows);  q_col, sf_col = quantize(d, columns)
     dbias = group_sum(d);  amax = group_amax(d)
+    or the same of d_wide = glu_backward(...), beside its rounded copy d = identity(d_wide)
 
 1. r feeds port dy of one glu_backward, and nothing else reads it or asks for it as an output.
 2. The product has no bias: a gradient has none.
 3. A beta is per expert of the same offsets as the product, and so are dbias and amax.
 4. d is written where something outside the fusion reads it, and stays inside otherwise; both quantizations, dbias and
    amax take the value that d's own tensor holds, rounded where that tensor rounds.
-5. prob is one FLOAT factor per row.
+5. In the second form they take d_wide, which is FLOAT and stays inside; d is written as its copy rounds it.
+6. prob is one FLOAT factor per row.
 """
 
 from __future__ import annotations
 
 from ..pattern import NodePattern, Pattern
 from ..rule import Rule
-from .common import QUANTIZED_VALUES, ROW_FACTOR, epilogue_attachments, grouped_matmul
+from .common import QUANTIZED_VALUES, ROW_FACTOR, WIDE_TYPE, epilogue_attachments, grouped_matmul, rounded_copy
+
+
+def _dglu(dx: str) -> NodePattern:
+    return NodePattern(
+        "dglu",
+        "glu_backward",
+        {"dy": "r", "x": "c"},
+        {"dx": dx, "dprob": "dprob"},
+        optional_inputs={"prob": "prob", "beta": "beta", "offsets": "offsets"},
+        optional_outputs={"activation": "activation"},
+    )
+
+
+_WRITTEN = (*QUANTIZED_VALUES, "dbias", "amax")
 
 RULE = Rule(
     id="grouped_gemm_dglu",
     doc="quantize(dGLU(alpha^e * dy @ W2[g], h)) in one kernel; the product never reaches memory",
     patterns=(
         Pattern(
-            core=(
-                grouped_matmul("r", bias=False),
-                NodePattern(
-                    "dglu",
-                    "glu_backward",
-                    {"dy": "r", "x": "c"},
-                    {"dx": "d", "dprob": "dprob"},
-                    optional_inputs={"prob": "prob", "beta": "beta", "offsets": "offsets"},
-                    optional_outputs={"activation": "activation"},
-                ),
-            ),
+            core=(grouped_matmul("r", bias=False), _dglu("d_wide"), rounded_copy("d_wide", "d")),
+            attachments=epilogue_attachments("d_wide"),
+            always_written=_WRITTEN,
+        ),
+        Pattern(
+            core=(grouped_matmul("r", bias=False), _dglu("d")),
             attachments=epilogue_attachments("d"),
-            always_written=(*QUANTIZED_VALUES, "dbias", "amax"),
+            always_written=_WRITTEN,
         ),
     ),
-    conditions=(ROW_FACTOR,),
+    conditions=(ROW_FACTOR, WIDE_TYPE),
     structure=(
         "the product feeds dy of one glu_backward and nothing else",
         "the product has no bias",
         "beta, group_sum and group_amax use the product's offsets",
-        "quantize, group_sum and group_amax read dx itself",
+        "quantize, group_sum and group_amax read dx itself; dx may be written through one identity that rounds it",
     ),
 )

@@ -3,43 +3,43 @@
     y = grouped_matmul(a, b, offsets, bias);  d = mul(y, prob), or y itself
     q_row, sf_row = quantize(d, rows);  q_col, sf_col = quantize(d, columns)
     dbias = group_sum(d);  amax = group_amax(d)
+    or the same of the wide product, beside its rounded copy d = identity(d_wide)
 
 1. At least one quantize reads d: without one there is nothing to fuse.
 2. A factor on y is one FLOAT per row, in either order of mul's operands; y then has no other reader and is no output.
 3. group_sum and group_amax use the product's offsets.
-4. d is written where something outside the fusion reads it, and stays inside otherwise.
+4. d is written where something outside the fusion reads it, and stays inside otherwise; beside a rounded copy the wide
+   product is FLOAT and stays inside.
 """
 
 from __future__ import annotations
 
 from ..pattern import NodePattern, Pattern
 from ..rule import Rule
-from .common import QUANTIZED_VALUES, ROW_FACTOR, epilogue_attachments, grouped_matmul
+from .common import QUANTIZED_VALUES, ROW_FACTOR, WIDE_TYPE, epilogue_attachments, grouped_matmul, rounded_copy
 
 _WORTH = ("quantize_row", "quantize_col")
 _WRITTEN = (*QUANTIZED_VALUES, "dbias", "amax")
+
+
+def _factor(y: str) -> NodePattern:
+    return NodePattern("factor", "mul", {"a": "y", "b": "prob"}, {"y": y})
+
+
+def _form(core: tuple[NodePattern, ...], value: str) -> Pattern:
+    return Pattern(core=core, attachments=epilogue_attachments(value), needs_any=_WORTH, always_written=_WRITTEN)
+
 
 RULE = Rule(
     id="grouped_gemm_quant",
     doc="quantize(prob * (alpha^e * a @ b[g] + bias[g])) in one kernel; the product reaches memory as codes",
     patterns=(
-        Pattern(
-            core=(
-                grouped_matmul("y", bias=True),
-                NodePattern("factor", "mul", {"a": "y", "b": "prob"}, {"y": "d"}),
-            ),
-            attachments=epilogue_attachments("d"),
-            needs_any=_WORTH,
-            always_written=_WRITTEN,
-        ),
-        Pattern(
-            core=(grouped_matmul("d", bias=True),),
-            attachments=epilogue_attachments("d"),
-            needs_any=_WORTH,
-            always_written=_WRITTEN,
-        ),
+        _form((grouped_matmul("y", bias=True), _factor("d_wide"), rounded_copy("d_wide", "d")), "d_wide"),
+        _form((grouped_matmul("y", bias=True), _factor("d")), "d"),
+        _form((grouped_matmul("d_wide", bias=True), rounded_copy("d_wide", "d")), "d_wide"),
+        _form((grouped_matmul("d", bias=True),), "d"),
     ),
-    conditions=(ROW_FACTOR,),
+    conditions=(ROW_FACTOR, WIDE_TYPE),
     structure=(
         "at least one block_scale_quantize reads the product, or the product times prob",
         "group_sum and group_amax use the product's offsets",

@@ -83,6 +83,12 @@ def product_type(problem: Problem) -> DataType:
     return rounding
 
 
+def gradient_type(problem: Problem) -> DataType:
+    """Where the gradient rounds before group_sum reads it: d's type, unless a wider value stands before d."""
+    wide: DataType = problem.rounding.get("d_wide", problem["d"].data_type)
+    return wide
+
+
 def _finite(value: float) -> bool:
     """Finite as float32."""
     return abs(value) <= (DATA_TYPES[DataType.FLOAT].largest or 0.0)
@@ -264,9 +270,9 @@ _OUTPUTS = (
     ),
     Condition(
         "DBIAS_SOURCE", "dbias of the unrounded gradient",
-        lambda p, a: f"it sums a gradient rounded to {p['d'].data_type!r}",
-        lambda p, a: p["d"].data_type is DataType.FLOAT,
-        "leave dx FLOAT, sum it, and round it by identity(dx) where a narrower copy is needed", _present("dbias", "d"),
+        lambda p, a: f"it sums a gradient rounded to {gradient_type(p)!r}",
+        lambda p, a: gradient_type(p) is DataType.FLOAT,
+        "leave dx virtual FLOAT, sum it, and write identity(dx) with d's data type", _present("dbias", "d"),
         row="dbias: sums FP32 gradients before D_row rounds",
     ),
     Condition(

@@ -144,7 +144,7 @@ GOLDEN: dict[str, tuple[Options, str]] = {
     "DBIAS_SOURCE": (
         dict(roles=("dbias",)),
         "DBIAS_SOURCE: it sums a gradient rounded to BFLOAT16, requires dbias of the unrounded gradient; "
-        "leave dx FLOAT, sum it, and round it by identity(dx) where a narrower copy is needed",
+        "leave dx virtual FLOAT, sum it, and write identity(dx) with d's data type",
     ),
     "ACTIVATION_OUTPUT": (
         dict(roles=("activation",)),

@@ -104,6 +104,13 @@ def shared_offsets() -> fg.Parts:
     return p
 
 
+def rounded_before_the_copy() -> fg.Parts:
+    p = fg.dglu(which=("q_row",))
+    p["d"].set_data_type(fg.BF16)
+    p.outputs.append(p.g.identity(p["d"]))
+    return p
+
+
 def produced() -> list[Reason]:
     """The reasons of every report that the tests of this folder make, in a fixed order."""
     found: list[Reason] = []
@@ -114,6 +121,7 @@ def produced() -> list[Reason]:
         (fg.dglu().freeze(), fg.ANY_KERNELS),
         (fg.dglu().freeze(), []),
         (shared_offsets().freeze(), fg.ANY_KERNELS),
+        (rounded_before_the_copy().freeze(), fg.ANY_KERNELS),
     ]
     twice = [fg.kernel("quantize_row_col", name=n) for n in ("first", "second")]
     graphs.append((fg.row_col().freeze(), twice))

@@ -318,3 +318,38 @@ def test_support_table_lists_every_rule_and_kernel():
 def test_the_shipped_table_is_the_default():
     report = fuse(fg.row_col().freeze(), ARCHES["sm90"])
     assert {v.rule for v in report.verdicts} == {"quantize_row_col"}
+
+
+WIDE = {"grouped_gemm_dglu": fg.dglu, "grouped_gemm_glu": fg.glu, "grouped_gemm_quant": fg.quant}
+
+
+@pytest.mark.parametrize("rule", WIDE)
+def test_a_rounded_copy_is_written_by_the_kernel_and_sums_take_the_wide_value(rule):
+    p = WIDE[rule]()
+    copy = p.g.identity(p["d"]).set_data_type(BF16)
+    p.outputs.append(copy)
+    graph = p.freeze()
+    (match,) = plan(graph).matches
+    assert match.nodes == tuple(range(len(graph.nodes)))
+    assert match.roles["d"] == copy.uid and match.problem["d"].data_type is BF16
+    assert match.problem.rounding["d_wide"] is FLOAT and "d" not in match.problem.rounding
+
+
+@pytest.mark.parametrize("rule", WIDE)
+def test_a_copy_of_a_value_that_was_rounded_before_stays_apart(rule):
+    p = WIDE[rule](which=("q_row",))
+    p["d"].set_data_type(BF16)
+    p.outputs.append(p.g.identity(p["d"]).set_data_type(FLOAT))
+    graph = p.freeze()
+    report = plan(graph)
+    (match,) = report.matches
+    assert len(graph.nodes) - 1 not in match.nodes and match.problem["d"].data_type is BF16
+    assert "WIDE_TYPE" in {r.code for v in report.verdicts for r in v.reasons}
+
+
+def test_a_wide_value_that_is_an_output_itself_keeps_its_copy_apart():
+    p = fg.dglu()
+    p.outputs += [p["d"], p.g.identity(p["d"]).set_data_type(BF16)]
+    graph = p.freeze()
+    (match,) = plan(graph).matches
+    assert match.roles["d"] == p["d"].uid and len(graph.nodes) - 1 not in match.nodes
