@@ -151,15 +151,14 @@ class CudnnGraph(Graph):
         """As Graph.__call__; outputs are in cuDNN's shapes and strides, zero where nothing is written."""
         _, binder = self._ensure_built()
         pack = {self._key(key): value for key, value in variant_pack.items() if value is not None}
-        names = {spec.name: spec.uid for spec in binder.outputs}
-        for name, uid in names.items():
-            held = pack.pop(name, None)
-            if uid not in pack:
-                pack[uid] = self.views[uid].allocate(binder.device) if held is None else held
+        for spec in binder.outputs:
+            held = pack.pop(spec.name, None) if binder.output_names.get(spec.name) == spec.uid else None
+            if spec.uid not in pack:
+                pack[spec.uid] = self.views[spec.uid].allocate(binder.device) if held is None else held
         size = self.get_workspace_size()
         workspace = torch.empty(size, dtype=torch.uint8, device=binder.device) if size else None
         self.execute(pack, workspace)
-        return Outputs({uid: pack[uid] for uid in names.values()}, names)
+        return Outputs({spec.uid: pack[spec.uid] for spec in binder.outputs}, binder.output_names)
 
     @staticmethod
     def _key(key: Any) -> Any:

@@ -37,7 +37,7 @@ from ..scales import from_atom_view, pack_columns_by_expert, to_atom_view
 from .common import FP4_STORAGE, GraphCache, TupleDict, column_view, matrix, on_stream, rows
 from .dglu_graph import NAME, DgluConfig, build, configure, pack
 from .dglu_surface import DGLU
-from .surface import Call, check, idle_options, read_call, refuse
+from .surface import Call, check, idle_options, read_call, refuse, require_tensors
 
 log = logging.getLogger("opfuse.api")
 
@@ -154,6 +154,7 @@ def idle_arguments(call: Call) -> tuple[Reason, ...]:
 
 def _read(operands: Mapping[str, torch.Tensor | None], options: Mapping[str, Any], d_dtype: torch.dtype,
           columns: int | None, weight_type: torch.dtype | None) -> Call:  # fmt: skip
+    require_tensors(NAME, operands, "a", "c", "padded_offsets")
     dense, pointers = operands["b"] is not None, operands["b_ptrs"]
     if dense == (pointers is not None):
         raise refuse(NAME, "WEIGHT_MODE", "both or neither of b_tensor and b_ptrs", "one of them")
@@ -352,6 +353,7 @@ class GroupedGemmDglu:
             )
         if not dense and any(v is None for v in described.values()):
             raise refuse(NAME, "WEIGHT_MODE", f"{described}", "num_experts, b_shape and b_dtype together")
+        require_tensors(NAME, operands, "a", "c", "padded_offsets", "d_row")
         merged = {**self._options, **options}
         d_row = operands["d_row"]
         assert d_row is not None

@@ -290,17 +290,7 @@ def _unaligned(call: Call) -> list[str]:
     return misaligned(call, {} if call.d_dtype in FP4_STORAGE else written)
 
 
-def _when_block_scaled(requirement: Requirement) -> Requirement:
-    def applies(call: Call) -> bool:
-        return (
-            call.block_scaled and ("sfa" in call or requirement.code == "SCALES_MISSING") and requirement.applies(call)
-        )
-
-    return Requirement(requirement.code, requirement.row, requirement.requires, requirement.holds, requirement.observed,
-                       applies, requirement.hint)  # fmt: skip
-
-
 DGLU: tuple[Requirement, ...] = (
-    *BF16_ROWS, *map(_when_block_scaled, BLOCK_SCALES), *TYPES, *QUANTIZED, *ACTIVATION, *LAYOUTS, *COMMON,
+    *BF16_ROWS, *BLOCK_SCALES, *TYPES, *QUANTIZED, *ACTIVATION, *LAYOUTS, *COMMON,
 )  # fmt: skip
 """Every requirement of a dGLU call, in the order in which reasons are given."""

@@ -38,7 +38,7 @@ from .common import FP4_STORAGE, FP8_TYPES, GraphCache, TupleDict, column_view, 
 from .dglu_graph import LAYOUT, dequantized_operands, rounded_copy
 from .dglu_surface import activation_parameters
 from .discrete_swiglu_surface import DISCRETE_SWIGLU
-from .surface import FP8, HALF_TYPES, ROW_MULTIPLE, Call, check, idle_options, read_call, refuse
+from .surface import FP8, HALF_TYPES, ROW_MULTIPLE, Call, check, idle_options, read_call, refuse, require_tensors
 
 NAME = "discrete_grouped_gemm_swiglu"
 
@@ -243,6 +243,7 @@ def discrete_grouped_gemm_swiglu_wrapper(
     given = dict(locals())
     operands = {k: given.pop(f"{k}_tensor") for k in ("a", "sfa", "alpha", "bias", "norm_const", "prob")}
     operands.update({k: given.pop(k) for k in ("padded_offsets", "b_ptrs", "sfb_ptrs")})
+    require_tensors(NAME, operands, "a", "padded_offsets", "b_ptrs")
     columns, weight_type = given.pop("n"), given.pop("b_dtype")
     given["c_dtype"] = c_dtype or torch.bfloat16
     d_dtype = given.pop("d_dtype") or torch.bfloat16
@@ -416,6 +417,7 @@ class DiscreteGroupedGemmSwiglu:
             torch.maximum(held, out["amax"], out=held)
 
     def _call(self, operands: Mapping[str, torch.Tensor | None], **options: Any) -> Call:
+        require_tensors(NAME, operands, "a", "padded_offsets", "c", "d")
         if not options["is_sample"] and operands["b_ptrs"] is None:
             raise refuse(NAME, "WEIGHT_MODE", "no b_ptrs", "the experts' addresses")
         c, d = operands["c"], operands["d"]

@@ -7,7 +7,7 @@ gives a reason, and `check` collects all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,8 +158,7 @@ def read_call(
     Dense weights are operand `b`; else `b_shape` (N, K), `b_dtype` and `experts` describe the discrete ones.
     """
     a, b = operands["a"], operands.get("b")
-    if not isinstance(a, torch.Tensor):
-        raise refuse(name, "TENSOR_TYPE", type(a).__name__, "torch tensors")
+    assert a is not None, "require_tensors has seen to it"
     if a.dim() not in (2, 3) or (a.dim() == 3 and a.shape[2] != 1):
         raise refuse(name, "SHAPE", f"A of shape {tuple(a.shape)}", "(M, K, 1), or (M, K)")
     packed = 2 if a.dtype in FP4_STORAGE else 1
@@ -178,6 +177,14 @@ def read_call(
     return Call(
         name, operands, options, a.shape[0], depth, b_shape[0], experts, family, b_dtype, options["b_major"], d_dtype
     )
+
+
+def require_tensors(name: str, operands: Mapping[str, Any], *required: str) -> None:
+    """Raises UnsupportedCall("TENSOR_TYPE") unless every operand is a torch tensor, or None where it may be."""
+    others = {n: t for n, t in operands.items() if not isinstance(t, torch.Tensor) and (t is not None or n in required)}
+    if others:
+        raise refuse(name, "TENSOR_TYPE", ", ".join(f"{n} is {type(t).__name__}" for n, t in others.items()),
+                     f"torch tensors, and {', '.join(required)} given")  # fmt: skip
 
 
 def _same_depth(name: str, a: int, b: int) -> int:
@@ -282,6 +289,8 @@ def _cluster_fits(call: Call) -> bool:
 
 
 def _tile_fits(call: Call) -> bool:
+    if len(call.options["mma_tiler_mn"]) != 2:
+        return False
     rows, columns = _tile(call)
     wide = columns == 256 if call.block_scaled else columns % 32 == 0 and 32 <= columns <= 256
     return rows in (128, 256) and wide
@@ -327,13 +336,13 @@ COMMON = (
     Requirement(
         "TILE", "TILE_M in {128, 256}; TILE_N = 256 (BF16: a multiple of 32 up to 256)", "a tile of the kernels",
         _tile_fits, lambda c: f"mma_tiler_mn = {c.options['mma_tiler_mn']}",
-        lambda c: len(c.options["mma_tiler_mn"]) == 2,
     ),
     Requirement(
         "CLUSTER", "powers of two, each <= 4, product <= 16; CLUSTER_M even when TILE_M = 256",
         "a cluster of the kernels, at most 256 rows of it side by side",
         _cluster_fits,
         lambda c: f"cluster_shape_mn = {c.options['cluster_shape_mn']} with tile {c.options['mma_tiler_mn']}",
+        lambda c: _tile_fits(c),
     ),
     Requirement(
         "STREAM", "current_stream", "no stream for tensors on the CPU",
@@ -342,7 +351,7 @@ COMMON = (
     ),
 )  # fmt: skip
 
-BLOCK_SCALES = (
+_BLOCK_SCALES = (
     Requirement(
         "SCALES_MISSING", "SFA, SFB", "scales of A and of B",
         lambda c: "sfa" in c and ("sfb" in c or "sfb_ptrs" in c or (c.discrete and bool(c.options.get("is_sample")))),
@@ -383,6 +392,19 @@ BLOCK_SCALES = (
     ),
 )  # fmt: skip
 
+
+def _of_block_scaled(requirement: Requirement) -> Requirement:
+    """The same, asked of block-scaled calls only, and where the scales are missing not of them."""
+
+    def applies(call: Call) -> bool:
+        readable = requirement.code == "SCALES_MISSING" or "sfa" in call
+        return call.block_scaled and readable and requirement.applies(call)
+
+    return replace(requirement, applies=applies)
+
+
+BLOCK_SCALES = tuple(map(_of_block_scaled, _BLOCK_SCALES))
+
 SCHEDULE = ("mma_tiler_mn", "cluster_shape_mn", "vector_f32", "use_dynamic_sched")
 """Options that say how one of NVIDIA's kernels runs and not what it computes. They are checked, and reported as without
 effect where they are not at their default, since a plan's kernels choose for themselves."""
@@ -407,6 +429,7 @@ def idle_options(call: Call, defaults: Mapping[str, Any]) -> tuple[Reason, ...]:
 
 __all__ = [
     "BFLOAT16", "BLOCK_SCALES", "COMMON", "FP4", "FP8", "HALF_TYPES", "Call", "Requirement", "check", "idle_options",
-    "loose_matrices", "major_of", "matrices", "misaligned", "read_call", "refuse", "vectors", "weights", "wrong_scales",
+    "loose_matrices", "major_of", "matrices", "misaligned", "read_call", "refuse", "require_tensors", "vectors",
+    "weights", "wrong_scales",
     "wrong_shapes", "wrong_types",
 ]  # fmt: skip

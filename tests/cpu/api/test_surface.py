@@ -168,6 +168,9 @@ REFUSED = [
     ("dglu", "ALIGNMENT_16", dict(kind="e4m3", a_tensor=torch.zeros(512, 40, 1, dtype=UINT8).view(E4M3),
                                   b_tensor=torch.zeros(3, 64, 40, dtype=UINT8).view(E4M3).permute(1, 2, 0))),
     # --- dGLU: tile and cluster
+    ("dglu", "TENSOR_TYPE", dict(a_tensor=None)),
+    ("dglu", "TENSOR_TYPE", dict(prob_tensor=[1.0])),
+    ("dglu", "TILE", dict(mma_tiler_mn=(256, 256, 64))),
     ("dglu", "TILE", dict(mma_tiler_mn=(64, 256))),
     ("dglu", "TILE", dict(kind="fp4", mma_tiler_mn=(256, 128))),
     ("dglu", "TILE", dict(mma_tiler_mn=(256, 100))),
@@ -179,6 +182,9 @@ REFUSED = [
     ("dglu", "STREAM", dict(current_stream=7)),
     # --- discrete SwiGLU
     ("swiglu", "OPERAND_TYPE", dict(b_dtype=E5M2)),
+    ("swiglu", "TENSOR_TYPE", dict(b_ptrs=None)),
+    ("swiglu", "SCALES_MISSING", dict(sfa_tensor=None)),
+    ("swiglu", "SCALES_MISSING", dict(sfb_ptrs=None)),
     ("swiglu", "E4M3_SCALES_32", dict(scale="e4m3")),
     ("swiglu", "E4M3_SCALES_32", dict(kind="fp4", scale="e4m3", block=32)),
     ("swiglu", "FP8_BLOCK_16", dict(block=16)),

@@ -385,3 +385,36 @@ print(float(g({1: torch.ones(1, 4, 8)})["y"].sum()),
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "-32.0 []", done.stdout + done.stderr
+
+
+REDUCTIONS = {
+    "ADD": lambda x, d: x.sum(d, keepdim=True),
+    "MIN": lambda x, d: x.amin(d, keepdim=True),
+    "MAX": lambda x, d: x.amax(d, keepdim=True),
+    "AMAX": lambda x, d: x.abs().amax(d, keepdim=True),
+    "AVG": lambda x, d: x.mean(d, keepdim=True),
+    "NORM1": lambda x, d: x.abs().sum(d, keepdim=True),
+    "NORM2": lambda x, d: (x * x).sum(d, keepdim=True).sqrt(),
+}
+
+
+@pytest.mark.parametrize("mode", REDUCTIONS)
+@pytest.mark.parametrize("axes", [(2,), (1,), (1, 2)])
+def test_reductions_by_the_dim_of_their_output(kit, mode, axes):
+    g = kit.graph(io_data_type=kit.D.FLOAT)
+    x = kit.rows(g, "x", 8, kit.D.FLOAT)
+    y = g.reduction(input=x, mode=getattr(kit.cudnn.reduction_mode, mode))
+    y.set_dim([1 if i in axes else d for i, d in enumerate(x.dim)]).set_output(True)
+    value = kit.randn(1, kit.M, 8)
+    seen = Graph.from_cudnn(g, device="cpu")({x.uid: value})[y.uid]
+    assert list(seen.shape) == list(y.dim)
+    kit.close(seen, REDUCTIONS[mode](value.double(), axes), 1e-5, f"seed {kit.seed}")
+
+
+def test_names_that_repeat_are_told_apart_by_uid(kit):
+    g = kit.graph(io_data_type=kit.D.FLOAT)
+    x = kit.rows(g, "x", 8, kit.D.FLOAT)
+    one, two = g.neg(input=x).set_name("y").set_output(True), g.exp(input=x).set_name("y").set_output(True)
+    value = kit.randn(1, kit.M, 8)
+    out = Graph.from_cudnn(g, device="cpu")({x: value})
+    assert torch.equal(out[one.uid], -value) and torch.allclose(out[two.uid], value.exp())
