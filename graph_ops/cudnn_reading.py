@@ -163,9 +163,9 @@ class Reading:
             (1, columns, 2): (GluLayout.interleaved(1), "up"),
         }.get(last)
 
-    def _find_joined(self) -> dict[str, tuple[Any, str]]:
-        """Pointwise nodes that a grouped matmul takes over, by name of the node: (operand, "alpha" or "bias")."""
-        joined: dict[str, tuple[Any, str]] = {}
+    def _find_joined(self) -> dict[int, tuple[Any, str]]:
+        """Pointwise nodes that a grouped matmul takes over, by `id` of the node: (operand, "alpha" or "bias")."""
+        joined: dict[int, tuple[Any, str]] = {}
         for node in self.nodes:
             inputs = [t for _, t in self._ports(node.inputs)]
             if node.node_type.name != "POINTWISE" or len(inputs) != 2:
@@ -178,10 +178,10 @@ class Reading:
                     node.params.get("mode", "")
                 )
                 alone = value.is_virtual and len(self.readers[value.uid]) == 1
-                first = joined.get(source.name, (None, ""))[1] != "bias"
+                first = joined.get(id(source), (None, ""))[1] != "bias"
                 fits = operand.dim[2] == 1 if kind == "alpha" else True
                 if kind and alone and first and fits and self.type_of(value) is DataType.FLOAT:
-                    joined[node.name] = (operand, kind)
+                    joined[id(node)] = (operand, kind)
         return joined
 
     def _per_expert(self, operand: Any, source: Any) -> bool:

@@ -171,7 +171,7 @@ class _Importer(Reading):
             return
         alpha, bias, last = None, None, node
         while (next_node := self._taken_over(last)) is not None:
-            operand, kind = self.joined[next_node.name]
+            operand, kind = self.joined[id(next_node)]
             inner = tuple(operand.dim[:1]) if kind == "alpha" else (operand.dim[0], operand.dim[2])
             kept = (0,) if kind == "alpha" else (0, 2)
             made = self.made.get(operand.uid) or self._declare(operand, "matrix", operand.dim, operand.stride, kept)
@@ -186,7 +186,7 @@ class _Importer(Reading):
     def _taken_over(self, node: Any) -> Any | None:
         """The node that joins the grouped matmul after `node`."""
         readers = self.readers.get(node.outputs["OUT_0"].uid, [])
-        return next((n for n, _ in readers if n.name in self.joined), None)
+        return next((n for n, _ in readers if id(n) in self.joined), None)
 
     def _chain(self, node: Any) -> list[Any]:
         found: list[Any] = []
@@ -205,9 +205,8 @@ class _Importer(Reading):
         offsets = self.boundaries(node, experts, "first_token_offset")
         if offsets is None:
             return
-        dw = self.graph.grouped_matmul_wgrad(self.input(node.inputs["token"]), self.input(node.inputs["doutput"]),
-                                             offsets,
-                                             name=node.name)  # fmt: skip
+        token, doutput = self.input(node.inputs["token"]), self.input(node.inputs["doutput"])
+        dw = self.graph.grouped_matmul_wgrad(token, doutput, offsets, name=node.name)
         self.finish(dweight, dw)
 
     def dequantize(self, node: Any) -> None:
@@ -325,7 +324,7 @@ class _Importer(Reading):
         if compose is None:
             return  # it has its reason
         y = node.outputs["OUT_0"]
-        if node.name in self.joined:
+        if id(node) in self.joined:
             return  # the grouped matmul before it has done it
         inputs = [t for _, t in self._ports(node.inputs)]
         operands = [self.input(t) for t in inputs]

@@ -335,7 +335,8 @@ def test_bias_by_expert_joins_the_grouped_matmul(kit):
     x, w, fto = kit.rows(g, "x", kit.K), kit.weights(g, "w", kit.K, kit.I), kit.offsets(g)
     alpha = g.tensor(name="alpha", dim=[kit.L, 1, 1], data_type=kit.D.FLOAT)
     bias = g.tensor(name="bias", dim=[kit.L, 1, kit.I], data_type=kit.D.BFLOAT16)
-    y = g.add(a=bias, b=g.mul(a=alpha, b=g.moe_grouped_matmul(x, w, fto, mode=kit.NONE)), name="y").set_output(True)
+    r = g.moe_grouped_matmul(x, w, fto, mode=kit.NONE, name="same")
+    y = g.add(a=bias, b=g.mul(a=alpha, b=r, name="same"), name="same").set_output(True)
     ours = Graph.from_cudnn(g, device="cpu")
     assert [n.op for n in ours.operation_graph().nodes] == ["grouped_matmul"]
     given = {x.uid: kit.randn(1, kit.M, kit.K).bfloat16(), w.uid: kit.randn(kit.L, kit.I, kit.K).bfloat16(),
