@@ -121,8 +121,8 @@ class CudnnGraph(Graph):
     """A Graph that `Graph.from_cudnn` made: tensors have cuDNN's uids and names, buffers its shapes.
 
     Keys of a variant pack are uids, names, cuDNN's tensors or this graph's. `notes` says what of the cuDNN graph cannot
-    fuse as it is written, beyond what `explain` says of each node. What `serialize` writes is the graph alone: read back,
-    it is a Graph, with buffers in its own shapes.
+    fuse as it is written, beyond what `explain` says of each node. What `serialize` writes is the graph alone: read
+    back, it is a Graph, with buffers in its own shapes.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -178,7 +178,8 @@ class Reading:
                     node.params.get("mode", "")
                 )
                 alone = value.is_virtual and len(self.readers[value.uid]) == 1
-                first = joined.get(id(source), (None, ""))[1] != "bias"
+                before = joined[id(source)][1] if id(source) in joined else ""
+                first = not before or (before, kind) == ("alpha", "bias")
                 fits = operand.dim[2] == 1 if kind == "alpha" else True
                 if kind and alone and first and fits and self.type_of(value) is DataType.FLOAT:
                     joined[id(node)] = (operand, kind)

@@ -43,7 +43,14 @@ def ragged(kit, g):
     return g.neg(input=x.set_ragged_offset(kit.offsets(g)))
 
 
+def two_factors(kit, g):
+    """A product has room for one factor by expert, and none beside a bias."""
+    first, second = (g.tensor(name=n, dim=[kit.L, 1, 1], data_type=kit.D.FLOAT) for n in ("alpha", "again"))
+    return g.mul(a=g.mul(a=product(kit, g), b=first), b=second)
+
+
 REFUSED = {
+    "BATCH factors": (two_factors, "tensor again", "right beside a grouped matmul"),
     "NODE": (lambda kit, g: g.matmul(kit.rows(g, "a", kit.K), g.tensor(name="b", dim=[1, kit.K, 8])), "node matmul.0",
              "MATMUL"),
     "POINTWISE": (lambda kit, g: g.erf(input=kit.rows(g, "x", 8), name="e"), "node e", "mode erf"),
