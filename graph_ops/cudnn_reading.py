@@ -174,6 +174,8 @@ class Reading:
                 source = self.producers.get(value.uid)
                 if source is None or not self._per_expert(operand, source):
                     continue
+                if source.node_type.name != "MOE_GROUPED_MATMUL" and id(source) not in joined:
+                    continue  # something else stands between
                 kind = {"mul": "alpha", "scale": "alpha", "add": "bias", "bias": "bias"}.get(
                     node.params.get("mode", "")
                 )

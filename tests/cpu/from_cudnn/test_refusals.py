@@ -49,7 +49,13 @@ def two_factors(kit, g):
     return g.mul(a=g.mul(a=product(kit, g), b=first), b=second)
 
 
+def factor_behind_another_node(kit, g):
+    alpha = g.tensor(name="alpha", dim=[kit.L, 1, 1], data_type=kit.D.FLOAT)
+    return g.mul(a=g.neg(input=product(kit, g)), b=alpha)
+
+
 REFUSED = {
+    "BATCH behind": (factor_behind_another_node, "tensor alpha", "right beside a grouped matmul"),
     "BATCH factors": (two_factors, "tensor again", "right beside a grouped matmul"),
     "NODE": (lambda kit, g: g.matmul(kit.rows(g, "a", kit.K), g.tensor(name="b", dim=[1, kit.K, 8])), "node matmul.0",
              "MATMUL"),
