@@ -1,0 +1,135 @@
+"""`torch.compile(backend="opfuse")`, and the same rewriting as a pass of Inductor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from .rewrite import Options, Region, Rewriter
+
+SOURCES = Path(__file__).parents[3]
+PACKAGES = ("graph_ops", "fusion_rules", "kernels")
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles what Dynamo captured: GLUs beside grouped matmuls, forward and backward, as operation graphs; the rest
+    by Inductor or eager. `options`: see Options; `mode` is Inductor's. Raises GraphNotSupportedError.
+    """
+    return compile_with(Rewriter(Options.of(options)), gm, example_inputs, mode)
+
+
+def compile_with(
+    rewriter: Rewriter, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None = None
+) -> Callable[..., Any]:
+    """As `backend`, by a rewriter whose reports the caller wants."""
+    if rewriter.options.rest == "eager":
+        from ...ir.errors import GraphNotSupportedError
+
+        if mode is not None:
+            raise GraphNotSupportedError("OPTION", asked=f"mode {mode!r}", seen="rest='eager'", required="no mode",
+                                         hint="modes are Inductor's")  # fmt: skip
+
+        def run(part: str, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            rewriter(graph_module.graph, part)
+            graph_module.recompile()
+            return _boxed(graph_module)
+
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=functools.partial(run, "forward"),
+            bw_compiler=functools.partial(run, "backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )(gm, example_inputs)
+        return compiled
+
+    from torch._inductor import config, list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = dict(list_mode_options(mode)) if mode is not None else {}
+    others = config.post_grad_custom_pre_pass
+    own = OpfusePass(rewriter=rewriter)
+    patches["post_grad_custom_pre_pass"] = own if others is None else _Passes(others, own)
+    found: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
+    return found
+
+
+def _boxed(graph_module: fx.GraphModule) -> Callable[..., Any]:
+    """The module as AOTAutograd calls it: one list of arguments, emptied as they are taken over."""
+
+    def call(arguments: list[Any]) -> Any:
+        given = list(arguments)
+        arguments.clear()
+        return graph_module(*given)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+class OpfusePass(CustomGraphPass):
+    """A pass for Inductor's post-grad graphs: `torch._inductor.config.post_grad_custom_pre_pass = OpfusePass(...)`.
+
+    Takes the options of the backend but `rest`. `regions` has what was found in the graphs of this process; a compiled
+    graph that Inductor loads from its cache is not looked at again.
+    """
+
+    def __init__(self, *, rewriter: Rewriter | None = None, **options: Any) -> None:
+        self._rewriter = rewriter if rewriter is not None else Rewriter(Options.of(options))
+
+    @property
+    def regions(self) -> list[Region]:
+        """Reports of every region so far."""
+        return self._rewriter.regions
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrites the graph in place."""
+        backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
+        self._rewriter(graph, "backward" if backward else "forward")
+
+    def uuid(self) -> Any:
+        """Changes with the options, with what the device is, and with any source that decides what fuses."""
+        return (source_hash(), repr(self._rewriter.options), _here())
+
+
+class _Passes(CustomGraphPass):
+    """The user's own pass, then ours."""
+
+    def __init__(self, first: Any, second: OpfusePass) -> None:
+        self.passes = (*(first if isinstance(first, (list, tuple)) else (first,)), second)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for one in self.passes:
+            one(graph)
+
+    def uuid(self) -> Any:
+        found = [one.uuid() for one in self.passes]
+        return None if None in found else tuple(found)
+
+
+@functools.lru_cache(maxsize=1)
+def source_hash() -> bytes:
+    """A hash of this library's sources."""
+    files = sorted(str(p) for package in PACKAGES for p in (SOURCES / package).rglob("*.py"))
+    found: bytes = get_hash_for_files(tuple(files))
+    return found
+
+
+def _here() -> str:
+    return ", ".join(
+        str(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
+    ) or "cpu"  # fmt: skip
+
+
+__all__ = ["OpfusePass", "backend", "compile_with"]

@@ -1,0 +1,201 @@
+"""Which nodes of an FX graph belong together: a grouped matmul, the GLU (or its derivative) beside it, and no more.
+
+What cannot fuse is not taken away from the rest of the compiler: FC2, dgrads and weight gradients stay aten's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, permutations
+
+import torch
+from torch import fx
+
+from .importer import (
+    CONVERSIONS,
+    GETITEM,
+    GROUPED_MM,
+    SLICE,
+    Join,
+    aten,
+    dims_of,
+    importable,
+    is_view,
+    swish_argument,
+)
+
+SIGMOIDS = (aten.silu.default, aten.sigmoid.default)
+JOIN_OUTPUTS = 4
+"""Outputs that are tried in pairs as gradients of gate and up; a GLU's derivative alone has two or three."""
+
+
+def is_product(node: fx.Node) -> bool:
+    """A grouped matmul of rows with weights: (M, K) x (L, K, N)."""
+    if node.target is not GROUPED_MM or not all(isinstance(a, fx.Node) for a in node.args[:2]):
+        return False
+    return len(dims_of(node.args[0])) == 2 and len(dims_of(node.args[1])) == 3  # type: ignore[arg-type]
+
+
+def find_regions(graph: fx.Graph) -> Iterator[tuple[fx.Node, ...]]:
+    """Convex sets of nodes around grouped matmuls, in graph order. Regions share no product."""
+    taken: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_product(node) and node not in taken:
+            region = _convex(graph, _grow(node, taken))
+            taken |= {n for n in region if is_product(n)}
+            if len(region) > 1:
+                yield tuple(n for n in graph.nodes if n in region)
+
+
+def _grow(product: fx.Node, taken: set[fx.Node]) -> set[fx.Node]:
+    """Pointwise readers of the product, their readers, and what those compute from on the same rows and columns."""
+    rows, columns = dims_of(product)
+    widths = (columns, 2 * columns, columns // 2)
+
+    def fits(node: fx.Node) -> bool:
+        if not importable(node):
+            return False
+        if is_view(node):
+            return True
+        shape = dims_of(node)
+        if node.target is aten.sum.dim_IntList:
+            return len(shape) <= 2 and shape[0] == rows
+        return len(shape) == 2 and shape[0] == rows and shape[1] in widths
+
+    region = {product}
+    waiting = [product]
+    while waiting:
+        node = waiting.pop()
+        near = [n for n in node.users if fits(n)]
+        if not is_product(node):
+            for n in node.all_input_nodes:
+                sibling = is_product(n) and n not in taken and dims_of(n)[0] == rows
+                if sibling or (fits(n) and n.target is not aten.sum.dim_IntList):
+                    near.append(n)
+        for n in near:
+            if n not in region:
+                region.add(n)
+                waiting.append(n)
+    return region
+
+
+def _convex(graph: fx.Graph, region: set[fx.Node]) -> set[fx.Node]:
+    """`region` without nodes that wait for something outside which waits for the region."""
+    outside: set[fx.Node] = set()
+    kept: set[fx.Node] = set()
+    for node in graph.nodes:
+        needs = node.all_input_nodes
+        if node in region and not any(n in outside for n in needs):
+            kept.add(node)
+        elif any(n in outside or n in kept for n in needs):
+            outside.add(node)
+    return kept
+
+
+def outputs_of(region: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Nodes of the region whose values others read; for a view that others read, what it is a view of."""
+    members = set(region)
+    found: dict[fx.Node, None] = {}
+    for node in region:
+        if all(user in members for user in node.users):
+            continue
+        source = node
+        while is_view(source):
+            source = source.all_input_nodes[0]
+        if source in members:
+            found[source] = None
+    return tuple(found)
+
+
+def joins_of(region: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Iterator[Join]:
+    """Ways to read gate and up as halves of one tensor, where they are two: products or operands of one shape."""
+    members = set(region)
+
+    def base(node: fx.Node) -> fx.Node:
+        while node in members and node.target in CONVERSIONS:
+            node = node.all_input_nodes[0]
+        return node
+
+    gates: dict[fx.Node, None] = {}
+    operands: dict[fx.Node, None] = {}
+    for node in region:
+        x = swish_argument(node)
+        if node.target in SIGMOIDS:
+            x = node.all_input_nodes[0]
+        elif node.target is aten.silu_backward.default:
+            x = node.all_input_nodes[1] if len(node.all_input_nodes) > 1 else None
+        if x is not None:
+            gates[base(x)] = None
+        if node.target is aten.mul.Tensor:
+            for operand in map(base, node.all_input_nodes):
+                if operand not in members or is_product(operand):
+                    operands[operand] = None
+    for gate in gates:
+        if is_view(gate) or (gate in members and not is_product(gate)):
+            continue
+        for up in operands:
+            if up is gate or dims_of(up) != dims_of(gate) or up.meta["val"].dtype != gate.meta["val"].dtype:
+                continue
+            yield Join(gate, up)
+            written = [o for o in outputs if dims_of(o) == dims_of(gate) and o not in (gate, up)]
+            for dgate, dup in permutations(written[:JOIN_OUTPUTS], 2):
+                yield Join(gate, up, dgate, dup)
+
+
+def drop_whole_slices(graph: fx.Graph) -> None:
+    """Replaces slices (and their derivatives) that take all of a tensor: `h[:, :n]` makes one along axis 0."""
+    for node in list(graph.nodes):
+        if node.target not in (SLICE, aten.slice_backward.default):
+            continue
+        base = node.args[0]
+        if not isinstance(base, fx.Node) or dims_of(base) != dims_of(node):
+            continue
+        if base.meta["val"].stride() == node.meta["val"].stride():
+            node.replace_all_uses_with(base)
+            graph.erase_node(node)
+
+
+def clone_views(graph: fx.Graph, region: Sequence[fx.Node]) -> None:
+    """Gives every outside reader of a view in the region a view of its own, so that the region's can go."""
+    members = set(region)
+    for node in reversed(region):
+        if not is_view(node) or all(u in members for u in node.users):
+            continue
+        readers = [u for u in node.users if u not in members]
+        with graph.inserting_after(node):
+            copy = graph.node_copy(node)
+        copy.meta = dict(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Orders nodes so that operands come first, and otherwise as they stood."""
+    ordered: list[fx.Node] = []
+    placed: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        waiting = [node]
+        while waiting:
+            last = waiting[-1]
+            missing = [n for n in last.all_input_nodes if n not in placed]
+            if last in placed or not missing:
+                waiting.pop()
+                if last not in placed:
+                    placed.add(last)
+                    ordered.append(last)
+            else:
+                waiting.extend(missing)
+    for before, node in pairwise(ordered):
+        before.append(node)
+
+
+def device_of(region: Sequence[fx.Node]) -> torch.device:
+    """The device of the region's tensors."""
+    device: torch.device = next(n for n in region if n.target is not GETITEM and dims_of(n)).meta["val"].device
+    return device
+
+
+__all__ = [
+    "clone_views", "device_of", "drop_whole_slices", "find_regions", "is_product", "joins_of", "outputs_of",
+    "sort_topologically",
+]  # fmt: skip

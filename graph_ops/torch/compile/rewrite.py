@@ -1,0 +1,201 @@
+"""Puts operation graphs in place of regions of an FX graph, and reports every region that was looked at."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ....fusion_rules import raise_graph
+from ....fusion_rules.verdict import Raising
+from ....kernels.arch import Arch
+from ...ir.errors import GraphNotSupportedError, OpfuseError
+from ...ir.graph import OpGraph
+from ...ir.serialize import to_json
+from ...log import log_fallbacks
+from ...plan import Plan
+from ...planner import make_plan, require_fused
+from ...target import arch_of_device, as_arch
+from . import region_op  # noqa: F401  registers torch.ops.opfuse.run_graph
+from .importer import Imported, Importer
+from .regions import clone_views, device_of, drop_whole_slices, find_regions, joins_of, outputs_of, sort_topologically
+
+if TYPE_CHECKING:
+    from ...explain import Explanation
+
+REPLACE = ("fused", "raised")
+REST = ("inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(backend="opfuse", options={...})` takes.
+
+    `fuse_rounding`: values inside a region may stay float32 where eager rounds them (see importer). `replace`: "fused"
+    puts in the regions for which a kernel of the device fuses something, "raised" every region in which a GLU is
+    found. `rest`: who compiles all else, "inductor" or "eager". `disable`: ids of rules and kernels not to use.
+    `strict`: an error where a region is found and something of it that could fuse does not. `arch`: plan for it in
+    reports; what runs is planned for the device.
+    """
+
+    fuse_rounding: bool = False
+    replace: str = "fused"
+    rest: str = "inductor"
+    disable: tuple[str, ...] = ()
+    strict: bool = False
+    arch: str | None = None
+
+    @staticmethod
+    def of(given: Mapping[str, Any] | None) -> Options:
+        """Options from a mapping. Raises GraphNotSupportedError for an unknown name or value."""
+        given = dict(given or {})
+        if unknown := sorted(set(given) - set(Options.__dataclass_fields__)):
+            raise GraphNotSupportedError("OPTION", asked=f"options {unknown}",
+                                         required=f"options of {sorted(Options.__dataclass_fields__)}")  # fmt: skip
+        options = replace(Options(), **{**given, "disable": tuple(given.get("disable", ()))})
+        for name, allowed in (("replace", REPLACE), ("rest", REST)):
+            if getattr(options, name) not in allowed:
+                raise GraphNotSupportedError("OPTION", asked=f"option {name}={getattr(options, name)!r}",
+                                             required=f"one of {list(allowed)}")  # fmt: skip
+        return options
+
+
+@dataclass(frozen=True)
+class Region:
+    """One region of an FX graph: what it was read as, and what became of it.
+
+    `graph` is the operation graph (None where it could not be imported, and `reason` says why), `plan` its plan for the
+    arch asked about, `raisings` the GLUs found in it. `replaced`: an operation graph runs in its place.
+    """
+
+    part: str
+    nodes: tuple[str, ...]
+    graph: OpGraph | None = None
+    plan: Plan | None = None
+    raisings: tuple[Raising, ...] = ()
+    replaced: bool = False
+    reason: str = ""
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """Why the plan is as it is."""
+        from ...explain import explain
+
+        return None if self.plan is None else explain(self.plan)
+
+
+@dataclass
+class Rewriter:
+    """Rewrites FX graphs in place. `regions` has the reports of every graph that it was given, in order."""
+
+    options: Options
+    regions: list[Region] = field(default_factory=list)
+
+    def __call__(self, graph: fx.Graph, part: str) -> None:
+        """Rewrites one graph; `part` is what reports call it ("forward", "backward")."""
+        changed = False
+        drop_whole_slices(graph)
+        for region in list(find_regions(graph)):
+            report, imported = self._read(region, part)
+            if imported is not None and self._wants(report, device_of(region)):
+                _put_in_place(graph, region, imported, self.options.disable)
+                report, changed = replace(report, replaced=True), True
+            self.regions.append(report)
+        if changed:
+            sort_topologically(graph)
+            graph.lint()
+
+    def _read(self, region: tuple[fx.Node, ...], part: str) -> tuple[Region, Imported | None]:
+        names = tuple(n.name for n in region)
+        outputs = outputs_of(region)
+        declined: OpfuseError | None = None
+        nearest: Imported | None = None
+        best: tuple[Imported, tuple[Raising, ...]] | None = None
+        for join in (None, *joins_of(region, outputs)):
+            importer = Importer(region, outputs, fuse_rounding=self.options.fuse_rounding, join=join,
+                                name=f"{part}.{names[0]}")  # fmt: skip
+            try:
+                found = importer.build()
+            except OpfuseError as error:  # another reading may do; if none does, the first says why
+                declined = declined or error
+                continue
+            raisings = raise_graph(found.graph, self.options.disable)[1]
+            if raisings and (best is None or _worth(raisings) > _worth(best[1])):
+                best = found, raisings
+            if best is not None and (join is None or _worth(best[1])):
+                break
+            if any(node.op == "split_glu" for node in found.graph.nodes):
+                nearest = nearest or found
+        if best is not None:
+            found, raisings = best
+            return Region(part, names, found.graph, self._plan(found.graph, self._arch(region)), raisings), found
+        if nearest is not None:
+            plan = self._plan(nearest.graph, self._arch(region))
+            return Region(part, names, nearest.graph, plan, reason="its GLU does not raise to one node"), None
+        return Region(
+            part, names, reason=str(declined) if declined is not None else "no GLU is beside the matmul"
+        ), None
+
+    def _arch(self, region: tuple[fx.Node, ...]) -> Arch:
+        return as_arch(self.options.arch) if self.options.arch else arch_of_device(device_of(region))
+
+    def _plan(self, graph: OpGraph, arch: Arch) -> Plan:
+        plan = make_plan(graph, arch, disable=self.options.disable)
+        log_fallbacks(plan)
+        if self.options.strict:
+            require_fused(plan)
+        return plan
+
+    def _wants(self, report: Region, device: torch.device) -> bool:
+        if self.options.replace == "raised":
+            return True
+        assert report.graph is not None and report.plan is not None
+        here = arch_of_device(device)
+        plan = report.plan if report.plan.arch == here.name else (
+            make_plan(report.graph, here, disable=self.options.disable))  # fmt: skip
+        return bool(plan.fused_steps)
+
+
+def _worth(raisings: tuple[Raising, ...]) -> int:
+    """How many derivatives of a GLU a reading found: those have the kernels, and a forward can be read into them."""
+    return sum(r.rule == "raise_glu_backward" for r in raisings)
+
+
+def _put_in_place(graph: fx.Graph, region: tuple[fx.Node, ...], imported: Imported, disable: tuple[str, ...]) -> None:
+    """`opfuse::run_graph` instead of the region's nodes. The order of nodes may then want sorting."""
+    clone_views(graph, region)
+    members = set(region)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    last = max(imported.inputs, key=places.__getitem__)
+    definition = to_json(_without_locations(imported.graph), indent=None)
+    after = last if last.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(after):
+        call = graph.call_function(
+            torch.ops.opfuse.run_graph.default, (list(imported.inputs), definition, list(disable))
+        )
+    call.meta["val"] = [node.meta["val"] for node in imported.outputs]
+    for number, node in enumerate(imported.outputs):
+        with graph.inserting_after(call):
+            out = graph.call_function(operator.getitem, (call, number))
+        out.meta = dict(node.meta)
+        for reader in [u for u in node.users if u not in members]:
+            reader.replace_input_with(node, out)
+    for node in reversed(region):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _without_locations(graph: OpGraph) -> OpGraph:
+    """The places of declaration are this package's, and would make equal graphs differ."""
+    return replace(
+        graph,
+        tensors={uid: replace(t, location=None) for uid, t in graph.tensors.items()},
+        nodes=tuple(replace(n, location=None) for n in graph.nodes),
+    )
+
+
+__all__ = ["Options", "Region", "Rewriter"]
