@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .arch import Arch, ArchRange
 from .condition import Condition, Reason, failures
 from .cudnn import support as cudnn_support
+from .hopper import support as hopper_support
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -63,6 +64,18 @@ class KernelEntry:
 
 
 KERNELS: tuple[KernelEntry, ...] = (
+    KernelEntry(
+        id="sm90.grouped_gemm_dglu",
+        rule="grouped_gemm_dglu",
+        doc="our grouped GEMM + dGLU for Hopper: dense or discrete weights, every activation, dbias, amax, MXFP8 codes",
+        arches=hopper_support.ARCHES,
+        conditions=hopper_support.DGLU,
+        module=f"{__package__}.hopper.grouped_dglu",
+        evidence="measured",
+        requires_packages=("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "filelock", "platformdirs"),
+        deterministic=True,
+        launches=hopper_support.launches,
+    ),
     KernelEntry(
         id="cudnn.grouped_gemm_dglu.bf16",
         rule="grouped_gemm_dglu",

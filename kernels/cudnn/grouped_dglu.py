@@ -7,7 +7,6 @@ It describes the operands to the compiler and makes the views of each run. Impor
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,11 +17,11 @@ import torch
 from ...graph_ops.ir.dims import evaluate
 from ...graph_ops.ir.dtypes import DataType
 from ...graph_ops.ir.errors import VariantPackError
+from ..addresses import AddressArrays
 from ..problem import Problem
 from . import support, versions
 
 REGION_ALIGNMENT = 128
-KEPT_POINTER_ARRAYS = 64
 
 Buffer = torch.Tensor | Sequence[torch.Tensor]
 
@@ -178,8 +177,7 @@ class GroupedDglu:
         self.configuration = DgluConfiguration.of(problem)
         self._problem, self._device = problem, device
         self._kernel = compiled(self.configuration, device)
-        self._pointer_arrays: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
-        self._captured: dict[tuple[int, ...], torch.Tensor] = {}
+        self._addresses = AddressArrays(device, support.ALIGNMENT)
 
     def regions(self, rows: int) -> dict[str, tuple[int, int]]:
         """(offset, bytes) of each piece of the workspace: the class's own scratch, and what the graph does not give."""
@@ -239,35 +237,13 @@ class GroupedDglu:
             for argument in arguments(configuration, rows)
         }
         if configuration.discrete:
-            operands["b_ptrs"] = self._pointers(buffers["b"], pieces["pointers"].view(torch.int64))
+            operands["b_ptrs"] = self._addresses.on_device(buffers["b"], pieces["pointers"].view(torch.int64))
         with _on(self._device):
             self._kernel.execute(**operands, d_col_tensor=None, sfa_tensor=None, workspace=pieces["scratch"],
                                  current_stream=_stream(self._device))  # fmt: skip
 
     def _rows(self, bindings: Mapping[str, int]) -> int:
         return evaluate(self._problem["a"].dim[0], bindings)
-
-    def _pointers(self, b: Buffer, into: torch.Tensor) -> torch.Tensor:
-        """The (L,) int64 addresses on the device: as given, or copied there from a pinned array kept per address set.
-
-        A pinned array that a capture used is kept for the kernel's life, since the graph reads it at every replay.
-        Run once with the same experts before a capture: pinning new memory is not allowed inside one.
-        """
-        if isinstance(b, torch.Tensor):
-            return b
-        key = tuple(t.data_ptr() for t in b)
-        if misaligned := [i for i, address in enumerate(key) if address % support.ALIGNMENT]:
-            raise VariantPackError("ALIGNMENT", asked="discrete weights", seen=f"experts {misaligned}",
-                                   required=f"addresses aligned to {support.ALIGNMENT} bytes")  # fmt: skip
-        host = self._pointer_arrays.pop(key, self._captured.get(key))
-        if host is None:
-            host = torch.tensor(key, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self._pointer_arrays[key] = host
-        if len(self._pointer_arrays) > KEPT_POINTER_ARRAYS:
-            self._pointer_arrays.popitem(last=False)
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._captured[key] = host
-        return into.copy_(host, non_blocking=True)
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

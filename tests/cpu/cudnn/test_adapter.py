@@ -20,6 +20,7 @@ from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.graph_ops.ir.errors import VariantPackError
 from opfuse.graph_ops.ir.layouts import GluLayout
 from opfuse.graph_ops.planner import make_plan
+from opfuse.kernels import addresses
 from opfuse.kernels.arch import ARCHES
 from opfuse.kernels.cudnn import grouped_dglu, support
 from opfuse.kernels.problem import Problem
@@ -320,11 +321,11 @@ def test_address_arrays_are_kept_for_the_latest_sets(emulated: list[Equations], 
     """A list of experts costs one address array per set of addresses, and the oldest sets go."""
     kernel = grouped_dglu.build(make_problem(changes={"b": dict(discrete=True)}), "cpu")
     into = torch.zeros(2, dtype=torch.int64)
-    sets = [[torch.zeros(16), torch.zeros(16)] for _ in range(grouped_dglu.KEPT_POINTER_ARRAYS + 3)]
+    sets = [[torch.zeros(16), torch.zeros(16)] for _ in range(addresses.KEPT + 3)]
     for experts in [*sets, sets[-1]]:
-        kernel._pointers(experts, into)
+        kernel._addresses.on_device(experts, into)
         assert into.tolist() == [x.data_ptr() for x in experts]
-    assert len(kernel._pointer_arrays) <= grouped_dglu.KEPT_POINTER_ARRAYS
+    assert len(kernel._addresses._recent) <= addresses.KEPT
 
 
 @pytest.mark.parametrize(
