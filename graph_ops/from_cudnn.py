@@ -153,7 +153,7 @@ class _Importer(Reading):
         inner = tuple(made.dim)
         dim = tuple(t.dim) or natural or (1,) * (3 - len(inner)) + inner
         stride = stride_of(t, dim)
-        kept = self._kept(t, dim) if len(inner) != 1 else (0,)
+        kept = self._kept(t, dim) if len(inner) > 1 else (0,)[: len(inner)]
         made.set_name(t.name).set_uid(t.uid).set_output(not t.is_virtual)
         if kind == "matrix":
             if tuple(dim[a] for a in kept) != inner:
