@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import hf
     from .compile import OpfusePass, backend, explain
     from .layouts import convert_glu_layout
     from .mlp import GroupedMLP, grouped_mlp
@@ -25,10 +26,12 @@ _LATE = {
     "OpfusePass": ".compile",
 }
 
-__all__ = ["GroupedMLP", "OpfusePass", "backend", "convert_glu_layout", "explain", "grouped_mlp"]
+__all__ = ["GroupedMLP", "OpfusePass", "backend", "convert_glu_layout", "explain", "grouped_mlp", "hf"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATE:
         return getattr(importlib.import_module(_LATE[name], __name__), name)
+    if name == "hf":
+        return importlib.import_module(".hf", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

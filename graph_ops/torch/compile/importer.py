@@ -78,12 +78,18 @@ def half_of_slice(node: fx.Node) -> tuple[GluLayout, str] | None:
         return GluLayout.concatenated(), ("gate", "up")[int(place)]  # type: ignore[arg-type]
     if node.target is not SLICE:
         return None
-    base, axis, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    base, axis, start, end, step = _padded(node.args, 1)
     assert isinstance(base, fx.Node)
     shape = dims_of(base)
     if len(shape) != 2 or axis not in (1, -1) or not isinstance(shape[1], int):
         return None
     return half_of_range(shape[1], start, end, step)
+
+
+def _padded(arguments: Sequence[Any], given: int) -> tuple[Any, ...]:
+    """Arguments of a slice with the defaults of axis, start, end and step, after `given` that have none."""
+    defaults = (0, None, None, 1)
+    return (*arguments, *defaults[len(arguments) - given :])
 
 
 def half_of_range(columns: int, start: Any, end: Any, step: Any) -> tuple[GluLayout, str] | None:
@@ -136,7 +142,7 @@ def padded_half(node: fx.Node) -> Half | None:
         value, shape, axis, start, end, step = node.args
         columns = shape[1] if len(shape) == 2 else None  # type: ignore[arg-type,index]
     elif node.target is aten.slice_scatter.default:
-        zeros, value, axis, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 2 :])
+        zeros, value, axis, start, end, step = _padded(node.args, 2)
         if not isinstance(zeros, fx.Node) or not _is_zero(zeros):
             return None
         shape = dims_of(node)
