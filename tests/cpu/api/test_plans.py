@@ -1,4 +1,4 @@
-"""The graphs behind the calls are what the fused kernels take: on Blackwell the BF16 call is one kernel of cudnn's."""
+"""The graphs behind the calls are what the fused kernels take: BF16 is one kernel on Hopper and on Blackwell."""
 
 from __future__ import annotations
 
@@ -22,21 +22,40 @@ def graph_of(api, **changes):
     return graph
 
 
-@pytest.mark.parametrize("arch", ["sm100", "sm103"])
-@pytest.mark.parametrize("changes", [
-    {}, {"discrete": True}, {"act_func": "dgeglu"}, {"d_dtype": torch.float32, "generate_dbias": True},
-    {"round_dgrad_to_input_dtype": True},
-], ids=str)  # fmt: skip
-def test_the_bf16_call_is_one_kernel_on_blackwell(api, arch, changes):
+KERNELS = {
+    "sm90": "sm90.grouped_gemm_dglu",
+    "sm100": "cudnn.grouped_gemm_dglu.bf16",
+    "sm103": "cudnn.grouped_gemm_dglu.bf16",
+}
+CHANGES = [
+    {},
+    {"discrete": True},
+    {"act_func": "dgeglu"},
+    {"d_dtype": torch.float32, "generate_dbias": True},
+    {"generate_dbias": True},
+]
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_the_bf16_call_is_one_kernel(api, arch, changes):
+    """With dbias too: NVIDIA's kernel and ours sum the unrounded gradient, of which D is a rounded copy."""
     report = str(graph_of(api, **changes).explain(arch=arch))
-    assert "FUSED cudnn.grouped_gemm_dglu.bf16" in report and "0 left unfused" in report, report
+    assert f"FUSED {KERNELS[arch]}" in report and "0 left unfused" in report, report
 
 
-def test_dbias_beside_a_rounded_d_fuses_as_well(api):
-    """NVIDIA's kernel sums the unrounded gradient, and so does the graph: D is a rounded copy of what is summed."""
-    report = str(graph_of(api, generate_dbias=True).explain(arch="sm100"))
-    assert "FUSED cudnn.grouped_gemm_dglu.bf16" in report
-    assert "torch.grouped_matmul" not in report and "torch.group_sum" not in report
+def test_fp4_operands_reach_the_hopper_kernel_behind_their_dequantization(api):
+    p = api.make(3, "fp4")
+    t = p.tensors
+    dglu.CACHE.clear()
+    calls.grouped_gemm_dglu_wrapper(
+        t["a_tensor"], api.column(t["c"]), t["sfa_tensor"], t["padded_offsets"], t["alpha_tensor"], t["beta_tensor"],
+        t["prob_tensor"], t["dprob_tensor"], t["b"], t["sfb"], sf_vec_size=32,
+    )  # fmt: skip
+    (graph,) = dglu.CACHE._graphs.values()
+    report = str(graph.explain(arch="sm90"))
+    assert "FUSED sm90.grouped_gemm_dglu" in report and report.count(". torch.block_scale_dequantize") == 2
+    assert "torch.group_amax" not in report and "torch.identity" not in report
 
 
 def test_deterministic_asks_the_graph_for_it(api):
