@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ..graph_ops.ir.dtypes import DataType
@@ -32,26 +32,46 @@ _PARAMETERS = frozenset(p for names in ACTIVATION_PARAMETERS.values() for p in n
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a kernel says of a whole match on an arch: why not, and the smaller covers that it serves instead."""
+    """What a kernel says of one kind of match on an arch.
+
+    `failing` is the kernel with those of its conditions alone that fail, None where it serves the match; `served` are
+    the smaller covers that it serves instead, by their attachments.
+    """
 
     kernel: KernelEntry
     arch: Arch
-    reasons: tuple[Reason, ...]
+    failing: KernelEntry | None
     served: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Cover:
-    """The nodes that one kernel would replace, and its problem; `illegal` has what legality says against it."""
+    """The nodes that one kernel would replace, by the part they play, and its problem.
+
+    `read`, `written` and `interior` are the tensors that the kernel reads, writes and keeps to itself.
+    """
 
     rule: Rule
     anchor: int
     attached: tuple[str, ...]
-    nodes: tuple[int, ...]
+    parts: tuple[int, ...]
     roles: Mapping[str, int]
     problem: Problem
-    illegal: tuple[Reason, ...]
-    answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    interior: tuple[int, ...]
+    view: GraphView
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(sorted(self.parts))
+
+    @cached_property
+    def illegal(self) -> tuple[Reason, ...]:
+        """What legality says against it."""
+        return legality.illegalities(
+            self.view, self.parts, read=self.read, written=self.written, interior=self.interior
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +132,8 @@ def _make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: Graph
         rounding=rounding,
         deterministic=graph.deterministic,
     )
-    illegal = legality.illegalities(view, indices, read=operands, written=written, interior=interior)
-    return Cover(rule, indices[0], attached, tuple(sorted(indices)), placed, problem, illegal)
+    return Cover(rule, indices[0], attached, tuple(indices), placed, problem, operands, tuple(written),
+                 tuple(interior), view)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -142,11 +162,16 @@ def judge(
     if not kernels:
         reasons = (*objections, no_kernel(rule))
         return [], [Verdict(VerdictKind.UNSUPPORTED, rule.id, whole.anchor, whole.nodes, reasons)]
+    kind: Any = None
     candidates: list[Candidate] = []
     verdicts: list[Verdict] = []
     for kernel in kernels:
-        answer = _ask(match, whole, kernel, cover, objections, arch)
-        reasons = answer.reasons
+        if kind is None:
+            kind = _kind(match, whole)
+        answer = _ask(match, whole, kind, kernel, cover, objections, arch)
+        reasons = objections
+        if answer.failing is not None:
+            reasons = (*objections, *kernel_failures(answer.failing, whole.problem, arch))
         if not reasons:
             candidates.append(Candidate(whole, kernel))
             continue
@@ -161,21 +186,52 @@ def judge(
     return candidates, verdicts
 
 
+def _kind(match: Match, whole: Cover) -> Any:
+    """All that decides what a kernel says of the match, so that alike matches are judged once.
+
+    Conditions judge a problem by everything but names, uids and source lines, and so do node kinds. Apart from them a
+    smaller cover depends on who else reads what the match makes. Where more of the graph would count (the whole is
+    illegal, an attachment feeds another, one tensor has two names), the match is of no kind but its own: its cover.
+    """
+    view, values = whole.view, match.values
+    if whole.illegal or len(set(values.values())) < len(values):
+        return whole
+    inside, uses = whole.parts, view.uses
+    core_makes = match.pattern.shape(()).made
+    readers = []
+    for name in match.pattern.shape(match.attached).made:
+        if name not in values:
+            readers.append(-1)
+            continue
+        read = uses[values[name]]
+        outside = len([use for use in read if use.node.index not in inside])
+        if outside < len(read) and name not in core_makes:
+            return whole
+        readers.append(2 if outside else 1 if read else 0)
+    node_kind = view.graph.structure.node_kind
+    return match.pattern, match.attached, tuple([node_kind[i] for i in inside]), tuple(readers)
+
+
 def _ask(
     match: Match,
     whole: Cover,
+    kind: Any,
     kernel: KernelEntry,
     cover: Callable[[tuple[str, ...]], Cover],
     objections: tuple[Reason, ...],
     arch: Arch,
 ) -> Answer:
-    """What `kernel` says of the whole match on `arch`. The cover keeps it: conditions depend on nothing else."""
-    key = (id(kernel), id(arch))  # both are kept alive by the answer, so that an id stands for one object
-    if key not in whole.answers:
-        reasons = (*objections, *kernel_failures(kernel, whole.problem, arch))
-        served = _served(match, kernel, cover, reasons, arch) if reasons else []
-        whole.answers[key] = Answer(kernel, arch, reasons, tuple(served))
-    return whole.answers[key]
+    """What `kernel` says of the whole match on `arch`. The view keeps it for every match of the same kind."""
+    key = (kind, id(kernel), id(arch))  # both are kept alive by the answer, so that an id stands for one object
+    kept: Answer | None = whole.view.answers.get(key)
+    if kept is None:
+        reasons = kernel_failures(kernel, whole.problem, arch)
+        codes = {r.code for r in reasons}
+        failing = replace(kernel, conditions=tuple(c for c in kernel.conditions if c.code in codes)) if reasons else None
+        against = (*objections, *reasons)
+        served = _served(match, kernel, cover, against, arch) if against else []
+        kept = whole.view.answers[key] = Answer(kernel, arch, failing, tuple(served))
+    return kept
 
 
 def _objections(cover: Cover, arch: Arch) -> tuple[Reason, ...]:

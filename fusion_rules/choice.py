@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..kernels.arch import Arch
 from ..kernels.condition import Reason
-from ..kernels.cost import Sizes, match_estimate, node_estimate, nominal_bindings
+from ..kernels.cost import Costs, nominal_bindings
 from .candidates import Candidate
 from .legality import CODES as LEGALITY_CODES
 from .legality import CONTRACTION_CYCLE, cyclic_groups
@@ -52,21 +52,14 @@ def weigh(candidates: Sequence[Candidate], view: GraphView, arch: Arch) -> list[
 
     The view keeps the estimates: they depend on the graph and the arch alone.
     """
-    kept = view.seconds.setdefault(arch, {})
-    bindings: Mapping[str, int] | None = None
+    costs = view.costs.get(arch)
+    if costs is None:
+        costs = view.costs[arch] = Costs(view.graph, arch, nominal_bindings(view.graph))
     found = []
     for candidate in candidates:
-        cover, launches = candidate.cover, candidate.kernel.launches(candidate.cover.problem)
-        key = (cover, launches)
-        if key not in kept:
-            if bindings is None:
-                bindings = nominal_bindings(view.graph)
-                sizes = Sizes(bindings)
-            for index in cover.nodes:
-                if index not in kept:
-                    kept[index] = node_estimate(view.graph, view.nodes[index], arch, bindings, sizes).seconds
-            kept[key] = match_estimate(cover.problem, arch, bindings, launches=launches, sizes=sizes).seconds
-        found.append(Weighed(candidate, kept[key], sum(map(kept.__getitem__, cover.nodes))))
+        cover = candidate.cover
+        fused = costs.match(cover.problem, cover.roles, candidate.kernel.launches(cover.problem)).seconds
+        found.append(Weighed(candidate, fused, sum([costs.nodes[index].seconds for index in cover.nodes])))
     return found
 
 

@@ -7,6 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..graph_ops.ir.graph import Node, OpGraph, Use
+from ..kernels.arch import Arch
+from ..kernels.cost import Costs
 
 if TYPE_CHECKING:
     import networkx
@@ -33,7 +35,8 @@ class GraphView:
         self.producers: Mapping[int, Use] = graph.producers
         self.order: Iterable[int] = self._order()
         self.found: dict[tuple[str, int], Any] = {}  # filled by fusion: what each rule matches at each anchor
-        self.seconds: dict[Any, dict[Any, float]] = {}  # filled by choice: arch -> estimates of nodes and covers
+        self.answers: dict[tuple[Any, ...], Any] = {}  # filled by candidates: what kernels say of each kind of match
+        self.costs: dict[Arch, Costs] = {}  # filled by choice
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled graph starts without a view: the next plan makes one."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 
 from ..fusion_rules import fuse
 from ..fusion_rules.verdict import FusedMatch, FusionReport, Verdict, VerdictKind
 from ..kernels.arch import Arch
 from ..kernels.capture import not_capturable
 from ..kernels.condition import Reason
-from ..kernels.cost import Estimate, Sizes, match_estimate, node_estimate, nominal_bindings
+from ..kernels.cost import Costs, Estimate, Sizes, nominal_bindings
 from ..kernels.registry import KERNELS, KernelEntry
 from .ir.errors import GraphNotSupportedError
 from .ir.graph import Node, OpGraph
-from .ir.tensor import TensorSpec
 from .ir.verify import verify
 from .plan import Plan, Step
 from .workspace import WorkspaceLayout, lifetimes, plan_workspace
@@ -43,29 +43,36 @@ def make_plan(
     """
     if not verified:
         verify(graph)
-    bindings = nominal_bindings(graph)
-    sizes = Sizes(bindings)
-    apart = tuple(_unfused_step(graph, node, arch, sizes) for node in graph.topological_order)
-    apart_workspace = _workspace(graph, apart, sizes)
-    report = (
-        fuse(graph, arch, disable=disable, kernels=kernels) if fused else FusionReport(graph, arch.name, (), (), ())
-    )
-    if report.graph is graph and not report.matches:
-        steps, workspace = apart, apart_workspace
+    costs = Costs(graph, arch, nominal_bindings(graph))
+    sizes = costs.sizes
+    sizes.learn(graph)
+    order = graph.topological_order
+    apart_workspace = _workspace(graph, [_accesses(node) for node in order], sizes)
+    if fused:
+        report = fuse(graph, arch, disable=disable, kernels=kernels)
     else:
-        alone = {step.nodes[0]: step for step in apart} if report.graph is graph else {}
-        steps = _ordered_steps(report, arch, sizes, {k.id: k for k in kernels}, alone)
-        workspace = _workspace(report.graph, steps, sizes)
+        report = FusionReport(graph, arch.name, (), (), ())
+    if report.graph is not graph:
+        costs_here = Costs(report.graph, arch, sizes.bindings)
+        costs_here.sizes.learn(report.graph)
+    else:
+        costs_here = costs
+    if report.graph is graph and not report.matches:
+        make = _unfused_steps(graph, arch, costs)
+        steps, workspace = tuple([make(node) for node in order]), apart_workspace
+    else:
+        steps = _ordered_steps(report, arch, costs_here, {k.id: k for k in kernels})
+        workspace = _workspace(report.graph, [(step.reads, step.writes) for step in steps], costs_here.sizes)
     plan = Plan(
         graph=report.graph,
         arch=arch.name,
         fused=fused,
         steps=steps,
         report=report,
-        bindings=bindings,
-        estimate=Estimate.total(s.estimate for s in steps),
-        workspace_bytes=workspace.nbytes_at(sizes),
-        unfused_estimate=Estimate.total(s.estimate for s in apart),
+        bindings=sizes.bindings,
+        estimate=Estimate.total([s.estimate for s in steps]),
+        workspace_bytes=workspace.nbytes_at(costs_here.sizes),
+        unfused_estimate=Estimate.total([costs.nodes[node.index] for node in order]),
         unfused_workspace_bytes=apart_workspace.nbytes_at(sizes),
         workspace=workspace,
     )
@@ -127,28 +134,32 @@ def _verdict_line(verdict: Verdict, reason: Reason | None) -> str:
     return f"{what}: check {reason.code}: observed {reason.observed}, required {reason.required}; next: {step}"
 
 
-def _unfused_step(graph: OpGraph, node: Node, arch: Arch, sizes: Sizes) -> Step:
-    specs: dict[str, TensorSpec] = {}
-    buffers: dict[str, int] = {}
-    for port, uid in node.inputs:
-        specs[port] = tensor = graph.tensors[uid]
-        if tensor.value is None:
-            buffers["in." + port] = uid
-    for port, uid in node.outputs:
-        specs[port] = graph.tensors[uid]
-        buffers["out." + port] = uid
-    reason = not_capturable(node.op, node.attribute, specs, arch)
-    estimate = node_estimate(graph, node, arch, sizes.bindings, sizes)
-    return Step(f"torch.{node.op}", None, (node.index,), buffers, estimate, not reason, reason)
+def _unfused_steps(graph: OpGraph, arch: Arch, costs: Costs) -> Callable[[Node], Step]:
+    """What makes the step of a node by itself. Alike nodes differ in their buffers only."""
+    known: dict[int, tuple[str, tuple[str | None, ...], str]] = {}
+    kinds, tensors = graph.structure.node_kind, graph.tensors
+
+    def make(node: Node) -> Step:
+        ports = node.inputs + node.outputs
+        kind = kinds[node.index]
+        if kind not in known:
+            named = [None if tensors[uid].value is not None else f"in.{port}" for port, uid in node.inputs]
+            reason = not_capturable(node.op, node.attribute, {port: tensors[uid] for port, uid in ports}, arch)
+            known[kind] = f"torch.{node.op}", (*named, *(f"out.{port}" for port, _ in node.outputs)), reason
+        kernel, names, reason = known[kind]
+        buffers = {name: uid for name, (_, uid) in zip(names, ports, strict=True) if name is not None}
+        return Step(kernel, None, (node.index,), buffers, costs.nodes[node.index], not reason, reason)
+
+    return make
 
 
-def _fused_step(match: FusedMatch, entry: KernelEntry, arch: Arch, sizes: Sizes) -> Step:
+def _fused_step(match: FusedMatch, entry: KernelEntry, costs: Costs) -> Step:
     return Step(
         kernel=match.kernel,
         rule=match.rule,
         nodes=match.nodes,
         buffers=match.roles,
-        estimate=match_estimate(match.problem, arch, sizes.bindings, launches=entry.launches(match.problem)),
+        estimate=costs.match(match.problem, match.roles, entry.launches(match.problem)),
         capturable=entry.capturable,
         capture_reason="" if entry.capturable else f"kernel {entry.id} is declared not capturable",
         match=match,
@@ -156,42 +167,38 @@ def _fused_step(match: FusedMatch, entry: KernelEntry, arch: Arch, sizes: Sizes)
 
 
 def _ordered_steps(
-    report: FusionReport,
-    arch: Arch,
-    sizes: Sizes,
-    entries: Mapping[str, KernelEntry],
-    alone: Mapping[int, Step],
+    report: FusionReport, arch: Arch, costs: Costs, entries: Mapping[str, KernelEntry]
 ) -> tuple[Step, ...]:
-    """Fused matches and remaining nodes as steps, producers first; of ready ones that whose first node came first.
-
-    `alone` has steps of single nodes that are known already.
-    """
+    """Fused matches and remaining nodes as steps, producers first; of ready ones that whose first node came first."""
     graph = report.graph
+    make = _unfused_steps(graph, arch, costs)
     taken = {index for match in report.matches for index in match.nodes}
-    units = [(min(m.nodes), _fused_step(m, entries[m.kernel], arch, sizes)) for m in report.matches]
-    units += [
-        (n.index, alone.get(n.index) or _unfused_step(graph, n, arch, sizes))
-        for n in graph.nodes
-        if n.index not in taken
-    ]
-    units.sort(key=lambda unit: unit[0])
-    unit_of = {index: position for position, (_, step) in enumerate(units) for index in step.nodes}
-    needs: dict[int, set[int]] = {position: set() for position in range(len(units))}
-    feeds: dict[int, set[int]] = {position: set() for position in range(len(units))}
+    units = [(min(m.nodes), _fused_step(m, entries[m.kernel], costs)) for m in report.matches]
+    units += [(n.index, make(n)) for n in graph.nodes if n.index not in taken]
+    units.sort(key=itemgetter(0))
+    unit_of = {index: place for place, (_, step) in enumerate(units) for index in step.nodes}
+    edges = []
+    producers = graph.producers
     for node in graph.nodes:
+        target = unit_of[node.index]
         for _, uid in node.inputs:
-            producer = graph.producers.get(uid)
-            if producer is not None and (source := unit_of[producer.node.index]) != (target := unit_of[node.index]):
-                needs[target].add(source)
-                feeds[source].add(target)
-    ready = [position for position, sources in needs.items() if not sources]
-    heapq.heapify(ready)
+            producer = producers.get(uid)
+            if producer is not None and (source := unit_of[producer.node.index]) != target:
+                edges.append((source, target))
+    if all([source < target for source, target in edges]):
+        return tuple([step for _, step in units])
+    needs: list[set[int]] = [set() for _ in units]
+    feeds: list[set[int]] = [set() for _ in units]
+    for source, target in edges:
+        needs[target].add(source)
+        feeds[source].add(target)
+    ready = [place for place, sources in enumerate(needs) if not sources]
     order: list[Step] = []
     while ready:
-        position = heapq.heappop(ready)
-        order.append(units[position][1])
-        for target in feeds[position]:
-            needs[target].discard(position)
+        place = heapq.heappop(ready)
+        order.append(units[place][1])
+        for target in feeds[place]:
+            needs[target].discard(place)
             if not needs[target]:
                 heapq.heappush(ready, target)
     if len(order) != len(units):
@@ -199,14 +206,13 @@ def _ordered_steps(
     return tuple(order)
 
 
-def _workspace(graph: OpGraph, steps: Sequence[Step], sizes: Sizes) -> WorkspaceLayout:
-    accesses = []
-    for step in steps:
-        if step.match is not None:
-            accesses.append((step.reads, step.writes))
-        else:
-            node = graph.nodes[step.nodes[0]]
-            accesses.append((tuple([uid for _, uid in node.inputs]), tuple([uid for _, uid in node.outputs])))
+def _accesses(node: Node) -> tuple[list[int], list[int]]:
+    return [uid for _, uid in node.inputs], [uid for _, uid in node.outputs]
+
+
+def _workspace(
+    graph: OpGraph, accesses: Sequence[tuple[Sequence[int], Sequence[int]]], sizes: Sizes
+) -> WorkspaceLayout:
     return plan_workspace(lifetimes(graph.tensors, accesses), sizes)
 
 

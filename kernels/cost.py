@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..graph_ops.ir.dims import Dim, evaluate
 from ..graph_ops.ir.graph import Node, OpGraph
@@ -120,6 +121,16 @@ class Sizes:
             held = self._tensors[id(tensor)] = (tensor, count, size)
         return held
 
+    def learn(self, graph: OpGraph) -> None:
+        """Works out every tensor of `graph`, those that are alike together."""
+        structure = graph.structure
+        held = [self.held(tensor)[1:] for tensor in structure.tensors]
+        spans = [self.span(tensor) for tensor in structure.tensors]
+        for uid, tensor in graph.tensors.items():
+            kind, identity = structure.tensor_kind[uid], id(tensor)
+            self._tensors[identity] = (tensor, *held[kind])
+            self._spans[identity] = (tensor, spans[kind])
+
     def span(self, tensor: TensorSpec) -> int:
         """Bytes from the first to the last element, gaps included; 0 for an empty tensor."""
         held = self._spans.get(id(tensor))
@@ -174,6 +185,28 @@ def match_estimate(
     return _roofline(_match_flops(problem, sizes), moved, launches, arch)
 
 
+class Costs:
+    """Estimates of one graph on one arch. Nodes that are alike share one, and so do alike matches."""
+
+    def __init__(self, graph: OpGraph, arch: Arch, bindings: Mapping[str, int]) -> None:
+        self.arch, self.sizes = arch, Sizes(bindings)
+        self._structure = structure = graph.structure
+        of_kind = [node_estimate(graph, node, arch, bindings, self.sizes) for node in structure.nodes]
+        self.nodes: tuple[Estimate, ...] = tuple([of_kind[kind] for kind in structure.node_kind])
+        self._matches: dict[tuple[Any, ...], Estimate] = {}
+
+    def match(self, problem: Problem, roles: Mapping[str, int], launches: int) -> Estimate:
+        """One fused kernel whose roles are these tensors of the graph."""
+        kind_of = self._structure.tensor_kind
+        kinds = tuple([kind_of[uid] for uid in roles.values()])
+        key = (problem.rule, tuple(roles), kinds, bool(problem.attributes.get("accumulate")), launches)
+        estimate = self._matches.get(key)
+        if estimate is None:
+            estimate = match_estimate(problem, self.arch, self.sizes.bindings, launches=launches, sizes=self.sizes)
+            self._matches[key] = estimate
+        return estimate
+
+
 def _nominal(multiple: int, maximum: int | None) -> int:
     limit = NOMINAL_EXTENT if maximum is None else min(NOMINAL_EXTENT, maximum)
     value = limit // multiple * multiple
@@ -214,5 +247,5 @@ def _matmul_flops(left: TensorSpec, right: TensorSpec, sizes: Sizes) -> float:
     return 2.0 * sizes.of(left.dim[0]) * sizes.of(left.dim[1]) * sizes.of(right.dim[1])
 
 
-__all__ = ["FLOPS_PER_ELEMENT", "NOMINAL_EXTENT", "UNFUSED_LAUNCHES", "Estimate", "Sizes", "match_estimate",
+__all__ = ["FLOPS_PER_ELEMENT", "NOMINAL_EXTENT", "UNFUSED_LAUNCHES", "Costs", "Estimate", "Sizes", "match_estimate",
            "node_estimate", "nominal_bindings"]  # fmt: skip

@@ -13,6 +13,7 @@ from .dtypes import DataType
 from .errors import SourceLocation
 from .op import OpSpec
 from .ops import OPS
+from .structure import Structure
 from .tensor import TensorSpec
 
 
@@ -112,7 +113,12 @@ class OpGraph:
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:
-        return symbols(d for t in self.tensors.values() for d in (*t.dim, *t.stride))
+        return symbols(d for t in self.structure.tensors for d in (*t.dim, *t.stride))
+
+    @cached_property
+    def structure(self) -> Structure:
+        """Which of the tensors and nodes are alike."""
+        return Structure.of(self)
 
     def successors(self, node: Node) -> Iterator[Node]:
         """Nodes that read an output of `node`, one per use."""
@@ -120,9 +126,20 @@ class OpGraph:
             for use in self.uses.get(uid, ()):
                 yield use.node
 
+    @property
+    def _declared_in_order(self) -> bool:
+        """Whether each node stands after all that it reads, as builders declare them."""
+        place_of: dict[int, int] = {uid: use.node.index for uid, use in self.producers.items()}
+        return all(
+            node.index == place and all([place_of.get(uid, -1) < place for _, uid in node.inputs])
+            for place, node in enumerate(self.nodes)
+        )
+
     @cached_property
     def topological_order(self) -> tuple[Node, ...]:
         """Nodes, producers first; among ready nodes the one declared first. Nodes on a cycle are left out."""
+        if self._declared_in_order:
+            return self.nodes
         waiting = {n.index: sum(uid in self.producers for _, uid in n.inputs) for n in self.nodes}
         ready = [index for index, count in waiting.items() if count == 0]
         heapq.heapify(ready)
