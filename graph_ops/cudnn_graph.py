@@ -1,7 +1,8 @@
 """CudnnGraph: a Graph read from a `cudnn.pygraph`, which takes and gives buffers in the shapes that cuDNN declares.
 
 Inside, tensors have the shapes of this project's nodes: rows (M, K) instead of [1, M, K], end offsets (L,) instead of
-boundaries [L+1, 1, 1]. A `BufferView` per tensor turns the caller's buffer into that, over the same memory.
+boundaries [L+1, 1, 1]. A `BufferView` per tensor turns the caller's buffer into that, over the same memory, except that
+offsets are copied.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class BufferView:
         flat = buffer.reshape(-1)
         if flat.device.type == "cpu" and int(flat[0]) != 0:
             raise self._error(f"first boundary {int(flat[0])}", "boundaries that begin at 0")
-        return flat[1:]
+        return flat[1:].clone()  # kernels want the ends aligned to 16 bytes, which the second boundary is not
 
     def _scales(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
         size = math.prod(shape)
@@ -138,12 +139,12 @@ class CudnnGraph(Graph):
 
         A run-time scalar may be left out where the cuDNN graph gave it a value. Raises VariantPackError.
         """
-        pack = self._graph_pack(variant_pack)
-        targets = {p: pack[p.scale] for p in self.packings if p.scale in pack}
-        for packing, target in targets.items():
-            pack[packing.scale] = torch.empty_like(target)
-        super().execute(pack, workspace, handle)
-        with nullcontext() if handle is None else torch.cuda.stream(handle):
+        with torch.cuda.stream(handle) if isinstance(handle, torch.cuda.Stream) else nullcontext():
+            pack = self._graph_pack(variant_pack)
+            targets = {p: pack[p.scale] for p in self.packings if p.scale in pack}
+            for packing, target in targets.items():
+                pack[packing.scale] = torch.empty_like(target)
+            super().execute(pack, workspace, handle)
             for packing, target in targets.items():
                 whole = pack[packing.scale]
                 target.copy_(pack_columns_by_expert(whole, pack[packing.offsets], packing.block_size))

@@ -5,8 +5,8 @@
     reduction -> reduction; with group_offset -> group_sum, group_amax
     pointwise -> the same, some composed               slice, concatenate of halves -> split_glu, join_glu
 
-Leading unit extents are dropped; `first_token_offset` (boundaries) becomes end offsets over the same memory. What
-cannot be read is listed, all of it, in one UnsupportedCudnnGraph.
+Leading unit extents are dropped; `first_token_offset` (boundaries) becomes end offsets. What cannot be read is listed,
+all of it, in one UnsupportedCudnnGraph.
 """
 
 from __future__ import annotations
@@ -134,9 +134,8 @@ class _Importer(Reading):
         return made
 
     def _offsets(self, t: Any, dim: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        data_type = self.type_of(t)
-        return self._declare(t, "offsets", dim, stride, (), inner=(dim[0] - 1,), alignment=data_type.info.bits // 8,
-                             multiple_of=t.alignment_value)  # fmt: skip
+        inner = (dim[0] - 1,)
+        return self._declare(t, "offsets", dim, stride, (), inner=inner, multiple_of=t.alignment_value)
 
     def boundaries(self, node: Any, experts: int, port: str) -> Tensor | None:
         """End offsets for `experts` experts; None, with a reason, where the tensor is no boundary of each."""
@@ -148,12 +147,17 @@ class _Importer(Reading):
             return None
         return self.input(t)
 
-    def output(self, t: Any, made: Tensor, *, natural: tuple[int, ...] | None = None, kind: str = "matrix") -> None:
-        """Gives a tensor the identity of one of cuDNN's. `natural`: its shape there, unless it says one."""
+    def output(
+        self, t: Any, made: Tensor, *, natural: tuple[int, ...] | None = None, kept: tuple[int, ...] | None = None,
+        kind: str = "matrix",
+    ) -> None:  # fmt: skip
+        """Gives a tensor the identity of one of cuDNN's. `natural`: its shape there, unless it says one. `kept`: the
+        axes of that shape which it has here, where they are others than usual."""
         inner = tuple(made.dim)
         dim = tuple(t.dim) or natural or (1,) * (3 - len(inner)) + inner
         stride = stride_of(t, dim)
-        kept = self._kept(t, dim) if len(inner) > 1 else (0,)[: len(inner)]
+        if kept is None:
+            kept = self._kept(t, dim) if len(inner) > 1 else (0,)[: len(inner)]
         made.set_name(t.name).set_uid(t.uid).set_output(not t.is_virtual)
         if kind == "matrix":
             if tuple(dim[a] for a in kept) != inner:
@@ -297,7 +301,12 @@ class _Importer(Reading):
         if not axes or any(dims[a] != 1 for a in axes):
             self._fail("REDUCTION", node, f"{list(value.dim)} to {list(y.dim)}", "at least one axis reduced to 1")
             return
-        self.finish(y, self.graph.reduction(value, mode, axes, keep_dim=True, name=node.name))
+        if axes == (1,) and not self.readers.get(y.uid):
+            # One value a row that nothing reads is (M,), as the dprob of a glu_backward is: so they can be one.
+            made = self.graph.reduction(value, mode, axes, name=node.name)
+            self.finish(y, made, kept=(len(y.dim) - 2,))
+        else:
+            self.finish(y, self.graph.reduction(value, mode, axes, keep_dim=True, name=node.name))
 
     def _group_reduction(self, node: Any, value: Tensor, y: Any, grouped: Any, mode: str) -> None:
         experts = grouped.dim[0] - 1

@@ -239,32 +239,46 @@ def test_halves_that_are_slices_are_raised_to_a_glu(kit, layout):
     assert str(raised.tensor(h.uid).glu_layout) == layout
 
 
-def test_the_backward_of_sliced_halves_is_raised_and_reaches_the_dglu_rule(kit):
+def test_the_backward_of_sliced_halves_is_one_kernel_on_hopper(kit):
+    """Two gradients, their concatenation and the sum over columns that is dprob: one glu_backward, and one kernel."""
     g = kit.graph(name="dglu_slices")
-    dy, w2, fto = kit.rows(g, "dy", kit.K), kit.weights(g, "w2", kit.K, kit.I), kit.offsets(g)
-    h = kit.rows(g, "h", 2 * kit.I)
+    width = 128
+    dy, w2, fto = kit.rows(g, "dy", kit.K), kit.weights(g, "w2", kit.K, width), kit.offsets(g)
+    h = kit.rows(g, "h", 2 * width)
     prob = g.tensor(name="prob", dim=[1, kit.M, 1], data_type=kit.D.FLOAT)
     whole = [slice(0, 1), slice(0, kit.M)]
-    gate, up = (g.slice(input=h, slices=[*whole, s]) for s in (slice(0, kit.I), slice(kit.I, 2 * kit.I)))
-    rp = g.mul(a=g.moe_grouped_matmul(dy, w2, fto, mode=kit.NONE, name="r"), b=prob)
-    dup = g.mul(a=rp, b=g.swish(input=gate))
+    gate, up = (g.slice(input=h, slices=[*whole, s]) for s in (slice(0, width), slice(width, 2 * width)))
+    r = g.moe_grouped_matmul(dy, w2, fto, mode=kit.NONE, name="r")
+    silu = g.swish(input=gate)
+    dprob = g.reduction(input=g.mul(a=r, b=g.mul(a=silu, b=up)), mode=kit.cudnn.reduction_mode.ADD, name="dprob")
+    dprob.set_dim([1, kit.M, 1]).set_output(True).set_data_type(kit.D.FLOAT)
+    rp = g.mul(a=r, b=prob)
     dgate = g.mul(a=g.swish_backward(loss=rp, input=gate), b=up)
-    dh = g.concatenate(inputs=[dgate, dup], axis=2).set_output(True)
+    dh = g.concatenate(inputs=[dgate, g.mul(a=rp, b=silu)], axis=2).set_output(True)
     ours = Graph.from_cudnn(g, device="cpu")
-    given = {dy.uid: kit.randn(1, kit.M, kit.K).bfloat16(), w2.uid: kit.randn(kit.L, kit.I, kit.K).bfloat16(),
-             fto.uid: kit.boundaries, h.uid: kit.randn(1, kit.M, 2 * kit.I).bfloat16(),
-             prob.uid: kit.randn(1, kit.M, 1)}  # fmt: skip
-    r = kit.grouped(given[dy.uid][0], given[w2.uid].transpose(1, 2)) * given[prob.uid][0].double()
+    given = {
+        dy.uid: kit.randn(1, kit.M, kit.K).bfloat16(),
+        w2.uid: kit.randn(kit.L, width, kit.K).bfloat16(),
+        fto.uid: kit.boundaries,
+        h.uid: kit.randn(1, kit.M, 2 * width).bfloat16(),
+        prob.uid: kit.randn(1, kit.M, 1),
+    }
+    product = kit.grouped(given[dy.uid][0], given[w2.uid].transpose(1, 2))
+    rows = product * given[prob.uid][0].double()
     x = given[h.uid][0].double()
-    gate_v, up_v = x[:, : kit.I], x[:, kit.I :]
+    gate_v, up_v = x[:, :width], x[:, width:]
     s = torch.sigmoid(gate_v)
-    expected = torch.cat([r * up_v * s * (1 + gate_v * (1 - s)), r * gate_v * s], 1)
-    kit.close(ours(given)[dh.uid], expected, 2**-8, f"seed {kit.seed}")
+    expected = torch.cat([rows * up_v * s * (1 + gate_v * (1 - s)), rows * gate_v * s], 1)
+    out = ours(given)
+    assert out[dprob.uid].shape == (1, kit.M, 1)
+    kit.close(out[dh.uid], expected, 2**-8, f"seed {kit.seed}")
+    kit.close(out[dprob.uid], (product * gate_v * s * up_v).sum(1), 1e-5, f"seed {kit.seed}")
     from opfuse.fusion_rules import raise_graph
 
-    raised, made = raise_graph(ours.operation_graph())
-    assert [m.rule for m in made] == ["raise_glu_backward"]
+    raised, _ = raise_graph(ours.operation_graph())
     assert [n.op for n in raised.nodes] == ["grouped_matmul", "glu_backward"]
+    report = str(ours.explain(arch="sm90"))
+    assert "FUSED sm90.grouped_gemm_dglu" in report and "0 left unfused" in report, report
 
 
 def test_separate_halves_are_noted_with_what_would_show_the_split(kit):
