@@ -1,4 +1,4 @@
-"""What is compiled: one host function that launches the kernel and, where there are partials, the kernel that adds them."""
+"""What is compiled: one host function that launches the kernel and, where there are partials, one that adds them."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ class Program:
         columns = cute.size(c, mode=[1]) // 2
         parts = self._scratch(workspace, cute.size(offsets), cute.size(dy, mode=[0]), columns)
         dprob_parts, dbias_parts, amax_parts = (parts.get(name) for name in ("dprob", "dbias", "amax"))
-        self.kernel(dy, b, parts.get("descriptors"), offsets, c, d, prob, alpha, beta, activation, dprob_parts, dbias_parts, amax_parts,
-                    q_row, sf_row, q_col, sf_col, clusters, stream)  # fmt: skip
+        self.kernel(
+            dy, b, parts.get("descriptors"), offsets, c, d, prob, alpha, beta, activation, dprob_parts, dbias_parts,
+            amax_parts, q_row, sf_row, q_col, sf_col, clusters, stream,
+        )  # fmt: skip
         if cutlass.const_expr(finishes(self.config)):
             self.finish(offsets, dprob_parts, dprob, dbias_parts, dbias, amax_parts, amax, cute.size(c, mode=[0]),
                         cute.size(c, mode=[1]), stream)  # fmt: skip

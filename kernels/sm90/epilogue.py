@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from . import primitives as p
@@ -15,11 +15,12 @@ from .quantizer import Quantizer
 
 
 def rolls(config: DgluConfig) -> bool:
-    """Whether the epilogue's columns are a loop."""
-    import os
+    """Whether the tile's columns are a loop of the epilogue, or straight code.
 
-    r = os.environ.get("ROLL", "")
-    return r == "1" if r else config.q_row_dtype is not None or config.q_col_dtype is not None
+    With column blocks straight code of a 128-column tile is 140 KB. A loop keeps every accumulator alive to its end,
+    which only tiles of 96 columns have the registers for.
+    """
+    return config.q_col_dtype is not None and config.schedule.tile_n <= 96
 
 
 class Epilogue:
@@ -43,6 +44,10 @@ class Epilogue:
         self.quantizer = Quantizer(config, columns, rows, self.lane, *quantized) if self.quantizes else None
         # Rows whose values must not reach a sum over rows: those past the expert's end.
         self.masks_rows = config.dbias_dtype is not None or config.has_amax
+        # Whether an element's own row and column matter, beyond its place in the chunk.
+        self.needs_rows = self.masks_rows or config.activation_dtype is not None or "fp32" in (
+            config.c_dtype, config.d_dtype
+        )  # fmt: skip
         blocks = self.schedule.m_blocks
         self.row_prob = cute.make_rmem_tensor((2 * blocks,), Float32) if config.has_prob else None
         self.row_sum = cute.make_rmem_tensor((2 * blocks,), Float32) if config.has_dprob else None
@@ -68,11 +73,11 @@ class Epilogue:
     @cute.jit
     def begin_tile(self, row: Int32, end: Int32, expert: Int32):
         """Loads what the tile's epilogue needs per row and per expert, ahead of the mainloop that hides it."""
-        config = self.config
+        config, lane = self.config, p.fresh_lane()
         if cutlass.const_expr(config.has_prob):
             for block in cutlass.range_constexpr(self.schedule.m_blocks):
                 for r in cutlass.range_constexpr(2):
-                    at = row + self.block_row(block) + (self.lane >> 2) + 8 * r
+                    at = row + self.block_row(block) + (lane >> 2) + 8 * r
                     value = Float32(0.0)
                     if at < end:
                         value = self.prob[at]
@@ -106,8 +111,7 @@ class Epilogue:
         if cutlass.const_expr(self.row_sum is not None):
             self._store_row_sums(row, n0, end)
         if cutlass.const_expr(self.peak is not None):
-            reductions.store_peaks(self.peak, self.amax_parts, slot, n0 // s.tile_n, self.group, self.warp, self.lane,
-                                   s.pingpong)
+            reductions.store_peaks(self.peak, self.amax_parts, slot, n0 // s.tile_n, self.group, self.warp, s.pingpong)
         return used
 
     @cute.jit
@@ -123,7 +127,7 @@ class Epilogue:
     @cute.jit
     def _columns(self, acc: cute.Tensor, nc: cutlass.Constexpr, follows, row: Int32, n0: Int32, end: Int32,
                  slot: Int32, used: Int32):
-        """32 compact columns of the tile; `follows` says whether an earlier chunk of this tile is still to be released."""
+        """32 compact columns of the tile; `follows`: an earlier chunk of this tile is still to be released."""
         config = self.config
         if cutlass.const_expr(self.column_sum is not None):
             self.column_sum.fill(0.0)
@@ -133,22 +137,19 @@ class Epilogue:
             if cutlass.const_expr(self.stores_d):
                 cute.arch.cp_async_bulk_commit_group()
                 # All but the newest store have read their chunk: the one before it may be refilled.
-                if cutlass.const_expr(block > 0):
-                    cute.arch.cp_async_bulk_wait_group(1, read=True)
-                    self._give_back(used - 1)
-                elif follows:
+                if cutlass.const_expr(block > 0) or follows:
                     cute.arch.cp_async_bulk_wait_group(1, read=True)
                     self._give_back(used - 1)
             else:
                 self._give_back(used)
             used += 1
-            if cutlass.const_expr(config.q_row_dtype is not None):
+            if cutlass.const_expr(config.q_row_dtype is not None and config.q_col_dtype is None):
                 self.quantizer.quantize_rows(values[block], row + self.block_row(block), end, n0)
         if cutlass.const_expr(config.q_col_dtype is not None):
-            self.quantizer.quantize_columns(values, row + self.block_row(0), end, n0)
+            self.quantizer.quantize_pair(values, row + self.block_row(0), end, n0)
         if cutlass.const_expr(self.column_sum is not None):
             reductions.store_column_sums(
-                self.column_sum, self.storage.scratch.data_ptr().toint(), self.group, self.warp, self.lane,
+                self.column_sum, self.storage.scratch.data_ptr().toint(), self.group, self.warp,
                 self.dbias_parts, slot, n0, self.columns, config.glu_layout, self.schedule.pingpong,
             )  # fmt: skip
         return used
@@ -185,12 +186,13 @@ class Epilogue:
         """16 compact columns of one chunk: gradient words in the ring's order; fills `values` for the quantizer."""
         config = self.config
         dgate_words, dup_words = [], []
+        lane = p.fresh_lane() if self.needs_rows else None
         per_block = 16 if self.rolled else self.schedule.tile_n // 2
         for j in range(2):
             for r in range(2):
                 first = block * per_block + 4 * (nc * 4 + half * 2 + j) + 2 * r
-                row = warp_row + (self.lane >> 2) + 8 * r
-                column = n0 + half * 16 + j * 8 + 2 * (self.lane & 3)
+                row = warp_row + (lane >> 2) + 8 * r if self.needs_rows else warp_row
+                column = n0 + half * 16 + j * 8 + 2 * (lane & 3) if self.needs_rows else n0
                 if self.loads_c:
                     pairs = self._unpacked(gate[2 * j + r], up[2 * j + r])
                 else:
@@ -237,7 +239,7 @@ class Epilogue:
         """((gate, up), (gate, up)) of two neighbouring columns, after beta."""
         if self.config.has_beta:
             gates, ups = [x * self.scale[1] for x in gates], [x * self.scale[1] for x in ups]
-        return tuple(zip(gates, ups))
+        return tuple(zip(gates, ups, strict=True))
 
     def _element(self, r, gate, up, block: int, half_row: int, inside, column: int):
         """One element: (dgate, dup, activation); adds to the row sum, column sums and peaks."""
@@ -284,12 +286,12 @@ class Epilogue:
     @cute.jit
     def _store_row_sums(self, row: Int32, n0: Int32, end: Int32):
         """dprob of this N tile: four lanes hold a row."""
-        part = n0 // self.schedule.tile_n
+        part, lane = n0 // self.schedule.tile_n, p.fresh_lane()
         for block in cutlass.range_constexpr(self.schedule.m_blocks):
             for r in cutlass.range_constexpr(2):
                 total = self.row_sum[2 * block + r]
                 total += cute.arch.shuffle_sync_bfly(total, 1)
                 total += cute.arch.shuffle_sync_bfly(total, 2)
-                at = row + self.block_row(block) + (self.lane >> 2) + 8 * r
-                if (self.lane & 3) == 0 and at < end:
+                at = row + self.block_row(block) + (lane >> 2) + 8 * r
+                if (lane & 3) == 0 and at < end:
                     self.dprob_parts[part, at] = total

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int64
 from cutlass.utils import TensorMapManager, TensorMapUpdateMode
 
 DESCRIPTOR_BYTES = 128
@@ -24,7 +23,9 @@ class DescribeExperts:
     """One warp per expert: the template descriptor with that expert's address."""
 
     @cute.jit
-    def __call__(self, atom: cute.CopyAtom, pointers: cute.Tensor, descriptors: cute.Tensor, template: cute.Tensor, stream):
+    def __call__(
+        self, atom: cute.CopyAtom, pointers: cute.Tensor, descriptors: cute.Tensor, template: cute.Tensor, stream
+    ):
         self.kernel(atom, pointers, descriptors, template).launch(
             grid=[cute.size(pointers), 1, 1], block=[32, 1, 1], stream=stream
         )

@@ -27,9 +27,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
+from cutlass.cute.nvgpu import cpasync
 
 from . import mainloop, scheduler, stores
 from . import primitives as p
@@ -44,9 +42,11 @@ from .config import (
     DgluConfig,
     log2,
     scratch_bytes,
+    smem_bytes,
 )
 from .epilogue import Epilogue
 from .experts import DescribeExperts, descriptor
+from .operands import Operands
 
 THREADS = WARPGROUP * (1 + CONSUMERS)
 
@@ -57,71 +57,11 @@ class GroupedGemmDglu:
     def __init__(self, config: DgluConfig) -> None:
         self.config = config
         s = self.schedule = config.schedule
-        self.dtype = p.DTYPES[config.ab_dtype]
-        self.ring_dtype = cutlass.BFloat16  # stands for any 16-bit type
+        self.operands = Operands(config)
+        self.pairs_rows = self.operands.pairs_rows
         self.loads_c, self.stores_d = config.c_dtype != "fp32", config.d_dtype in ("bf16", "fp16")
         self.consumer_warps = 4 if s.pingpong else 4 * CONSUMERS
         self.stage_bytes = (s.tile_m + s.tile_n) * TILE_K * 2
-        self.a_layout = LayoutEnum.ROW_MAJOR
-        # Column blocks of 32 rows stay inside a warp when its two 16-row pieces are neighbours in memory. Then dy and C
-        # are seen as (16 rows, columns, 32-row blocks, 2): a box takes piece h of four blocks to the four warps' places.
-        self.pairs_rows = config.q_col_dtype is not None
-        self.b_layout = LayoutEnum.COL_MAJOR if config.b_major == "n" else LayoutEnum.ROW_MAJOR
-
-    # ---- host side -------------------------------------------------------------------------------------------
-
-    def _tiled_mma(self, accumulate: bool):
-        s = self.schedule
-        mma = sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            cute.nvgpu.OperandMajorMode.K,
-            cute.nvgpu.OperandMajorMode.MN if self.config.b_major == "n" else cute.nvgpu.OperandMajorMode.K,
-            Float32,
-            (1 if s.pingpong else 2, 1, 1),
-            tiler_mn=(64, s.tile_n),
-        )
-        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
-        return mma
-
-    def _ring_swizzle(self):
-        wide = stores.box_columns(self.config.glu_layout) == 64
-        return warpgroup.SmemLayoutAtomKind.K_SW128 if wide else warpgroup.SmemLayoutAtomKind.K_SW64
-
-    def _ring_layout(self, rows: int, count: int):
-        columns = stores.box_columns(self.config.glu_layout)
-        atom = warpgroup.make_smem_layout_atom(self._ring_swizzle(), self.ring_dtype)
-        return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
-
-    def _weights(self, dy, b, columns):
-        """(N, K, L) view of the weights; discrete ones: one expert's shape at any address, as a template."""
-        if not self.config.discrete_b:
-            return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[2, 1, 0]))
-        n, k = Int64(columns), Int64(cute.size(dy, mode=[1]))
-        stride = (1, n, n * k) if self.config.b_major == "n" else (k, 1, n * k)
-        return cute.make_tensor(dy.iterator, cute.make_layout((columns, cute.size(dy, mode=[1]), 1), stride=stride))
-
-    def _as_ring(self, tensor):
-        """A 16-bit tensor as the ring's type: TMA moves bits."""
-        return cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=self.ring_dtype), tensor.layout)
-
-    def _load_paired(self, tensor, swizzle, columns: int, pieces: int):
-        """Load of (16 rows, `columns`, 4 blocks, `pieces`) boxes from a row-major matrix, see `pairs_rows`."""
-        rows, width = cute.size(tensor, mode=[0]), cute.size(tensor, mode=[1])
-        pitch = tensor.stride[0]
-        view = cute.make_layout((16, width, rows // 32, 2), stride=(pitch, 1, pitch * 32, pitch * 16))
-        tile = (16, columns, 4, pieces)
-        layout = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(swizzle, tensor.element_type), tile, order=(0, 1, 2, 3)
-        )
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        return tuple(cpasync.make_tiled_tma_atom(op, cute.make_tensor(tensor.iterator, view), layout, tile))
-
-    def _load_atom(self, tensor, layout_staged, tile, multicast: int):
-        op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        layout = cute.slice_(layout_staged, (None, None, 0))
-        atom, coords = cpasync.make_tiled_tma_atom(op, tensor, layout, tile, num_multicast=multicast)
-        return atom, coords
 
     @cute.jit
     def __call__(
@@ -147,33 +87,14 @@ class GroupedGemmDglu:
         stream: cuda.CUstream,
     ):
         s = self.schedule
-        b_nkl = self._weights(dy, b, cute.size(c, mode=[1]) // 2)
-        tile = (s.tile_m, s.tile_n, TILE_K)
-        smem_a = sm90.make_smem_layout_a(self.a_layout, tile, self.dtype, s.ab_stages)
-        smem_b = sm90.make_smem_layout_b(self.b_layout, tile, self.dtype, s.ab_stages)
-        box = stores.box_columns(self.config.glu_layout)
-        chunks = CONSUMERS * s.ring_chunks * stores.boxes(self.config.glu_layout)
-        smem_c = self._ring_layout(CHUNK_M, chunks)
-        if cutlass.const_expr(self.pairs_rows):
-            load_a = self._load_paired(dy, warpgroup.SmemLayoutAtomKind.K_SW128, TILE_K, 2)
-        else:
-            load_a = self._load_atom(dy, smem_a, (s.tile_m, TILE_K), s.cluster_n)
-        load_b = self._load_atom(b_nkl, smem_b, (s.tile_n, TILE_K), s.cluster_m)
+        make = self.operands
+        b_nkl = make.weights(dy, b, cute.size(c, mode=[1]) // 2)
+        smem_a, smem_b, smem_c = make.layouts()
+        load_a, load_b = make.load_a(dy, smem_a), make.load_b(b_nkl, smem_b)
         if cutlass.const_expr(self.config.discrete_b):
             DescribeExperts()(load_b[0], b, descriptors, b_nkl, stream)
-        load_c = (None, None)
-        if cutlass.const_expr(self.loads_c):
-            if cutlass.const_expr(self.pairs_rows):
-                load_c = self._load_paired(self._as_ring(c), self._ring_swizzle(), box, 1)
-            else:
-                load_c = self._load_atom(self._as_ring(c), smem_c, (CHUNK_M, box), 1)
-        store_d = (None, None)
-        if cutlass.const_expr(self.stores_d):
-            piece = self._ring_layout(stores.WARP_ROWS, 1)
-            atom, coords = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), self._as_ring(d), cute.slice_(piece, (None, None, 0)), (stores.WARP_ROWS, box)
-            )
-            store_d = (atom, coords)
+        load_c = make.load_c(c, smem_c) if cutlass.const_expr(self.loads_c) else (None, None)
+        store_d = make.store_d(d) if cutlass.const_expr(self.stores_d) else (None, None)
 
         @cute.struct
         class Storage:
@@ -185,14 +106,17 @@ class GroupedGemmDglu:
             rec_empty: cute.struct.MemRange[Int64, scheduler.RECORDS]
             records: cute.struct.MemRange[Int32, scheduler.RECORDS * scheduler.RECORD_WORDS]
             scratch: cute.struct.MemRange[Float32, max(1, scratch_bytes(self.config) // 4)]
-            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(smem_a)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(smem_b)], 1024]
-            c: cute.struct.Align[cute.struct.MemRange[self.ring_dtype, cute.cosize(smem_c)], 1024]
+            a: cute.struct.Align[cute.struct.MemRange[make.dtype, cute.cosize(smem_a)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[make.dtype, cute.cosize(smem_b)], 1024]
+            c: cute.struct.Align[cute.struct.MemRange[make.ring_dtype, cute.cosize(smem_c)], 1024]
 
+        used, modelled = Storage.size_in_bytes(), smem_bytes(self.config)
+        assert used <= modelled, f"{used} bytes of shared memory, {modelled} by config.smem_bytes"
         self.storage = Storage
         self.kernel(
-            *load_a, *load_b, *load_c, *store_d, self._tiled_mma(False), self._tiled_mma(True),
-            smem_a, smem_b, smem_c, descriptors, offsets, c, d, prob, alpha, beta, activation, dprob_parts, dbias_parts, amax_parts,
+            *load_a, *load_b, *load_c, *store_d, make.tiled_mma(False), make.tiled_mma(True),
+            smem_a, smem_b, smem_c, descriptors, offsets, c, d, prob, alpha, beta, activation, dprob_parts, dbias_parts,
+            amax_parts,
             q_row, sf_row, q_col, sf_col, cute.size(dy, mode=[1]), cute.size(b_nkl, mode=[0]),
         ).launch(
             grid=[clusters * s.cluster_size, 1, 1],
@@ -201,8 +125,6 @@ class GroupedGemmDglu:
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
-
-    # ---- device side -----------------------------------------------------------------------------------------
 
     @cute.kernel
     def kernel(
@@ -238,7 +160,6 @@ class GroupedGemmDglu:
         depth: Int32,
         columns: Int32,
     ):
-        s = self.schedule
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         self._init_barriers(storage, warp)
@@ -254,7 +175,8 @@ class GroupedGemmDglu:
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self._feed(storage, (atom_a, coords_a, s_a), (atom_b, coords_b, s_b), descriptors, offsets, k_tiles, columns)
+                a, b = (atom_a, coords_a, s_a), (atom_b, coords_b, s_b)
+                self._feed(storage, a, b, descriptors, offsets, k_tiles, columns)
             if warp == 1:
                 self._load_c(storage, atom_c, coords_c, s_c, columns)
         else:
@@ -419,15 +341,16 @@ class GroupedGemmDglu:
                             if cutlass.const_expr(s.pingpong):
                                 group = tile & (CONSUMERS - 1)
                                 used = used0 if group == 0 else used1
-                                self._load_chunk(storage, atom_c, coords_c, s_c, group, used, row + mi * block_step, column, columns)
+                                at = row + mi * block_step
+                                self._load_chunk(storage, atom_c, coords_c, s_c, group, used, at, column, columns)
                                 if group == 0:
                                     used0 += 1
                                 else:
                                     used1 += 1
                             else:
-                                for group in cutlass.range_constexpr(CONSUMERS):
-                                    at = row + mi * 128 + group * 64
-                                    self._load_chunk(storage, atom_c, coords_c, s_c, Int32(group), used0, at, column, columns)
+                                for g in cutlass.range_constexpr(CONSUMERS):
+                                    group, at = Int32(g), row + mi * 128 + g * 64
+                                    self._load_chunk(storage, atom_c, coords_c, s_c, group, used0, at, column, columns)
                                 used0 += 1
             tile += 1
             row, n0, end, expert, _ = self._read_record(storage, tile)

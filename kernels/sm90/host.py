@@ -6,8 +6,9 @@ import functools
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING
 
 from .config import DgluConfig, illegal, padded_bytes, scratch_tensors
 
@@ -95,6 +96,11 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _needs_workspace(config: DgluConfig) -> bool:
+    return bool(scratch_tensors(config, 1, 1, 1))
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
@@ -128,13 +134,16 @@ def launch(
     Raises UnsupportedConfig on a configuration that is not legal.
     """
     M = c.shape[0]
-    if M == 0:
-        for total in (dbias, amax):
+    if M == 0 or (config.q_col_dtype is not None and M < 32):
+        # No expert can own a row: column quantization has groups of whole 32-row blocks.
+        for total in (dbias, amax, dprob):
             if total is not None:
                 total.zero_()
         return
     s = config.schedule
     clusters = _multiprocessors(dy.device.index) // s.cluster_size
+    if not _needs_workspace(config):
+        workspace = None
     if config.q_row_dtype is not None:
         q_row, sf_row = _bytes(q_row), _bytes(sf_row).view(-1)
     if config.q_col_dtype is not None:

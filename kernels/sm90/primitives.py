@@ -1,4 +1,4 @@
-"""Single instructions that the DSL has no name for, and 16-bit packing. Every function works on one thread's scalars."""
+"""Single instructions that the DSL has no name for, and packing. Every function works on one thread's scalars."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ LOG2_E = 1.4426950408889634
 def select(condition, yes, no):
     """`yes` where the condition holds, else `no`; both of `yes`'s type."""
     return type(yes)(cutlass.select_(condition, yes, no))
+
+
+def fresh_lane():
+    """The lane index, read anew: the compiler cannot share what follows from it with earlier code, so no register
+    holds such values across an epilogue that needs them all."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[cute.arch.lane_idx()]
+    )
 
 
 def ldmatrix4(address):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from . import primitives as p
 from .reductions import column_of
@@ -66,22 +66,30 @@ def scale_byte(key, exponent):
 
 
 @cute.jit
-def factors_of(keys, dtype: cutlass.Constexpr):
-    """Per word of `keys`: (1 / gate scale, 1 / up scale), each a power of two, as an rmem tensor (2 * len(keys),)."""
+def factors_of(keys, dtype: cutlass.Constexpr, rare):
+    """Per word of `keys`: (1 / gate scale, 1 / up scale), each a power of two, as an rmem tensor (2 * len(keys),).
+
+    `rare` says whether any key of the warp is special.
+    """
     count = cutlass.const_expr(len(keys))
     out = cute.make_rmem_tensor((2 * count,), Uint32)
     for i in cutlass.range_constexpr(count):
         pair = exponent_pair(keys[i], dtype)
         out[2 * i] = pair << Uint32(23)
         out[2 * i + 1] = (pair >> Uint32(16)) << Uint32(23)
-    top = keys[0]
-    for i in cutlass.range_constexpr(1, count):
-        top = p.max_u16x2(top, keys[i])
-    if cute.arch.vote_any_sync(special(top)):
+    if rare:
         for i in cutlass.range_constexpr(count):
             out[2 * i] = special_factor(keys[i] & Uint32(0xFFFF), out[2 * i])
             out[2 * i + 1] = special_factor(keys[i] >> Uint32(16), out[2 * i + 1])
     return out
+
+
+def any_special(keys):
+    """Whether any lane of the warp has a special key."""
+    top = keys[0]
+    for word in keys[1:]:
+        top = p.max_u16x2(top, word)
+    return cute.arch.vote_any_sync(special(top))
 
 
 def byte_of(keys, side, dtype: str):
@@ -100,28 +108,19 @@ class QuadTranspose:
     def __init__(self, lane) -> None:
         q = lane & 3
         upper, odd = q >= 2, (q & 1) == 1
-        whole_low, whole_high = Int32(0x3210), Int32(0x7654)
-        self.stay = p.select(upper, whole_high, whole_low)
-        self.leave = p.select(upper, whole_low, whole_high)
-        low, high = Int32(0x5410), Int32(0x7632)
-        self.keep = p.select(odd, high, low)
-        self.send = p.select(odd, low, high)
-        # Sources arrive as kept = (q, q^2) and received = (q^1, q^3); the output counts them 0, 1 and 2, 3.
-        swap = Int32(0x1054)  # received first
-        swap_high = Int32(0x3276)
-        self.first = p.select(
-            upper, p.select(odd, swap_high, high), p.select(odd, swap, low)
-        )
-        self.second = p.select(
-            upper, p.select(odd, swap, low), p.select(odd, swap_high, high)
-        )
+        # Selectors of `prmt`: which half moves on, in which order halves of two words join. Each has a partner for the
+        # other choice that differs in one bit of every digit; sources come as kept (q, q^2) and received (q^1, q^3).
+        self.stay = p.select(upper, Int32(0x7654), Int32(0x3210))
+        self.keep = p.select(odd, Int32(0x7632), Int32(0x5410))
+        first = p.select(odd, Int32(0x1054), Int32(0x5410))
+        self.first = p.select(upper, first ^ 0x2222, first)
 
     def __call__(self, w0, w1):
         kept = p.byte_permute_by(w0, w1, self.stay)
-        got = cute.arch.shuffle_sync_bfly(p.byte_permute_by(w0, w1, self.leave), 2)
+        got = cute.arch.shuffle_sync_bfly(p.byte_permute_by(w0, w1, self.stay ^ 0x4444), 2)
         mine = p.byte_permute_by(kept, got, self.keep)
-        other = cute.arch.shuffle_sync_bfly(p.byte_permute_by(kept, got, self.send), 1)
-        return p.byte_permute_by(mine, other, self.first), p.byte_permute_by(mine, other, self.second)
+        other = cute.arch.shuffle_sync_bfly(p.byte_permute_by(kept, got, self.keep ^ 0x2222), 1)
+        return p.byte_permute_by(mine, other, self.first), p.byte_permute_by(mine, other, self.first ^ 0x2222)
 
 
 def scale_offset(row, column_block, blocks_a_row, swizzled: bool):
@@ -140,7 +139,7 @@ class Quantizer:
     """
 
     def __init__(self, config, columns, rows, lane, q_row, sf_row, q_col, sf_col) -> None:
-        self.config, self.columns, self.rows, self.lane = config, columns, rows, lane
+        self.config, self.columns, self.rows = config, columns, rows
         self.q_row, self.sf_row, self.q_col, self.sf_col = q_row, sf_row, q_col, sf_col
         self.transpose = QuadTranspose(lane)
 
@@ -152,53 +151,82 @@ class Quantizer:
 
     @cute.jit
     def quantize_rows(self, values, row: Int32, end: Int32, n0: Int32):
-        """One block of 16 rows: a scale and 32 codes per row and side; `values[side]` as above."""
-        dtype = self.config.q_row_dtype
+        """One block of 16 rows, some of them past `end` perhaps; `values[side]` as above."""
+        keys = [self._row_key(values, r) for r in (0, 1)]
+        rare = any_special(keys)
         for r in cutlass.range_constexpr(2):
-            part = [values[side][8 * r : 8 * r + 8] for side in (0, 1)]
-            keys = key_pair(peak_of(part[0]), peak_of(part[1]))
-            for step in cutlass.range_constexpr(2):
-                keys = p.max_u16x2(keys, cute.arch.shuffle_sync_bfly(keys, 1 << step))
-            factors = factors_of([keys], dtype)
-            words = [self._encode(part[side], [p.from_bits(factors[side])] * 8, dtype) for side in (0, 1)]
-            at = row + (self.lane >> 2) + 8 * r
-            if at < end:
-                self._store_codes(self.q_row, at, n0, words)
-                side = self.lane & 3
-                if side < 2:
-                    block = column_of(self.config.glu_layout, n0, side, self.columns) >> 5
-                    offset = scale_offset(at, block, self.columns >> 4, self.config.sf_swizzled)
-                    p.store_global_b8(self.sf_row.iterator.toint() + offset, byte_of(keys, side, dtype))
+            self._store_row(values, r, keys[r], row + 8 * r, end, n0, rare)
 
     @cute.jit
-    def quantize_columns(self, values, row: Int32, end: Int32, n0: Int32):
-        """32 rows of a warp (two blocks): a scale per column and side, and the codes; `values[block][side]`."""
+    def quantize_pair(self, values, row: Int32, end: Int32, n0: Int32):
+        """32 rows of a warp (two blocks), all before `end` or none: columns, and rows where asked for.
+
+        All keys travel at once and only then is anything encoded: one warp a scheduler is at work here, so what counts
+        is how many independent instructions stand between two branches. Every value has a column key, so those alone
+        tell whether something is special.
+        """
+        if row < end:
+            config = self.config
+            row_keys = []
+            if cutlass.const_expr(config.q_row_dtype is not None):
+                row_keys = [self._row_key(values[b], r) for b in (0, 1) for r in (0, 1)]
+            keys = [self._column_key(values, c) for c in range(8)]
+            rare = any_special(keys)
+            for i in cutlass.range_constexpr(len(row_keys)):
+                b, r = i // 2, i % 2
+                self._store_row(values[b], r, row_keys[i], row + 16 * b + 8 * r, end, n0, rare)
+            self._store_columns(values, keys, row, n0, rare)
+
+    @cute.jit
+    def _store_row(self, values, r: cutlass.Constexpr, keys, first: Int32, end: Int32, n0: Int32, rare):
+        """Codes and scales of one row: eight codes a lane and side; lanes 0 and 1 of four store the scales."""
+        dtype = self.config.q_row_dtype
+        factors = factors_of([keys], dtype, rare)
+        part = [values[side][8 * r : 8 * r + 8] for side in (0, 1)]
+        words = [self._encode(part[side], [p.from_bits(factors[side])] * 8, dtype) for side in (0, 1)]
+        lane = p.fresh_lane()
+        at = first + (lane >> 2)
+        if at < end:
+            self._store_codes(self.q_row, at, n0, words, lane)
+            side = lane & 3
+            if side < 2:
+                block = column_of(self.config.glu_layout, n0, side, self.columns) >> 5
+                offset = scale_offset(at, block, self.columns >> 4, self.config.sf_swizzled)
+                p.store_global_b8(self.sf_row.iterator.toint() + offset, byte_of(keys, side, dtype))
+
+    @cute.jit
+    def _store_columns(self, values, keys, row: Int32, n0: Int32, rare):
+        """Codes and scales of 32 rows by columns."""
         dtype = self.config.q_col_dtype
         # Half of the columns at a time: their values are dead, as codes, before the other half needs registers.
-        keys, codes = [], [[None, None] for _ in range(8)]
+        codes = [[None, None] for _ in range(8)]
         for half in cutlass.range_constexpr(2):
-            part = [self._column_key(values, 4 * half + c) for c in range(4)]
-            words = factors_of(part, dtype)
+            words = factors_of(keys[4 * half : 4 * half + 4], dtype, rare)
             for piece in cutlass.range_constexpr(8):
                 b, r, side = piece // 4, piece // 2 % 2, piece % 2
                 first = 8 * r + 4 * half
                 factors = [p.from_bits(words[2 * c + side]) for c in range(4)]
                 codes[piece][half] = self._encode_four(values[b][side][first : first + 4], factors, dtype)
-            keys += part
+        lane = p.fresh_lane()
         for piece in cutlass.range_constexpr(4):
             b, r = piece // 2, piece % 2
             words = [self.transpose(*codes[2 * piece + side]) for side in (0, 1)]
-            if row < end:
-                self._store_codes(self.q_col, row + b * 16 + (self.lane >> 2) + 8 * r, n0, words)
-        if row < end:
-            # Lane 4*s + q stores the scales of side s // 4, columns 8*(s % 4) + 2*q + {0, 1}.
-            s = self.lane >> 2
-            for i in cutlass.range_constexpr(2):
-                low = p.select((s & 1) == 0, keys[i], keys[2 + i])
-                high = p.select((s & 1) == 0, keys[4 + i], keys[6 + i])
-                mine = p.select((s & 2) == 0, low, high)
-                n = n0 + 8 * (s & 3) + 2 * (self.lane & 3) + i
-                self._store_column_scale(row, n, s >> 2, byte_of(mine, s >> 2, dtype))
+            self._store_codes(self.q_col, row + b * 16 + (lane >> 2) + 8 * r, n0, words, lane)
+        # Lane 4*s + q stores the scales of side s // 4, columns 8*(s % 4) + 2*q + {0, 1}.
+        s = lane >> 2
+        for i in cutlass.range_constexpr(2):
+            low = p.select((s & 1) == 0, keys[i], keys[2 + i])
+            high = p.select((s & 1) == 0, keys[4 + i], keys[6 + i])
+            mine = p.select((s & 2) == 0, low, high)
+            n = n0 + 8 * (s & 3) + 2 * (lane & 3) + i
+            self._store_column_scale(row, n, s >> 2, byte_of(mine, s >> 2, dtype))
+
+    def _row_key(self, values, r: int):
+        """The keys of gate and up of one row, in the four lanes that hold it."""
+        keys = key_pair(*(peak_of(values[side][8 * r : 8 * r + 8]) for side in (0, 1)))
+        for step in range(2):
+            keys = p.max_u16x2(keys, cute.arch.shuffle_sync_bfly(keys, 1 << step))
+        return keys
 
     def _column_key(self, values, c: int):
         """The keys of gate and up column c over the warp's 32 rows, in every lane that holds the column."""
@@ -208,10 +236,10 @@ class Quantizer:
             keys = p.max_u16x2(keys, cute.arch.shuffle_sync_bfly(keys, 4 << step))
         return keys
 
-    def _store_codes(self, codes: cute.Tensor, row, n0, words) -> None:
+    def _store_codes(self, codes: cute.Tensor, row, n0, words, lane) -> None:
         """32 codes of a row and side: eight a lane."""
         layout = self.config.glu_layout
-        gate = p.row_address(codes, row, column_of(layout, n0, 0, self.columns) + 8 * (self.lane & 3))
+        gate = p.row_address(codes, row, column_of(layout, n0, 0, self.columns) + 8 * (lane & 3))
         apart = Int64(self.columns) if layout == "concatenated" else Int64(BLOCK)
         p.store_global(gate, words[0])
         p.store_global(gate + apart, words[1])
@@ -232,6 +260,6 @@ class Quantizer:
 
     def _encode_four(self, values, factors, dtype: str):
         """Four codes as one word."""
-        scaled = [v * f for v, f in zip(values, factors)]
+        scaled = [v * f for v, f in zip(values, factors, strict=True)]
         pairs = [p.pack_fp8(scaled[0], scaled[1], dtype), p.pack_fp8(scaled[2], scaled[3], dtype)]
         return p.byte_permute(pairs[0], pairs[1], 0x5410)

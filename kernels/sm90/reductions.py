@@ -19,7 +19,7 @@ def _fold(values, lane, step_lane: int):
     keep_high = (lane & step_lane) != 0
     half = len(values) // 2
     out = []
-    for low, high in zip(values[:half], values[half:]):
+    for low, high in zip(values[:half], values[half:], strict=True):
         mine = p.select(keep_high, high, low)
         theirs = p.select(keep_high, low, high)
         out.append(mine + cute.arch.shuffle_sync_bfly(theirs, step_lane))
@@ -27,7 +27,7 @@ def _fold(values, lane, step_lane: int):
 
 
 @cute.jit
-def store_column_sums(sums: cute.Tensor, scratch, group: Int32, warp: Int32, lane: Int32, parts: cute.Tensor,
+def store_column_sums(sums: cute.Tensor, scratch, group: Int32, warp: Int32, parts: cute.Tensor,
                       slot: Int32, n0: Int32, columns: Int32, glu_layout: cutlass.Constexpr,
                       pingpong: cutlass.Constexpr):
     """Adds 16 column sums a lane over the warp's rows and the warpgroup's warps; writes 64 columns of partials.
@@ -35,7 +35,7 @@ def store_column_sums(sums: cute.Tensor, scratch, group: Int32, warp: Int32, lan
     Lane (8 rows apart in lane//4) holds columns 8*j + 2*(lane%4) + i at index 2*j + i, gate first, up from 8 on.
     Two warpgroups that share a tile write to halves of the slot's rows: parts is (slots * groups, 2N).
     """
-    values = [sums[i] for i in range(16)]
+    values, lane = [sums[i] for i in range(16)], p.fresh_lane()
     for step in (16, 8, 4):
         values = _fold(values, lane, step)
     # Index bits left to right were chosen by lane bits 4, 3, 2: side, j // 2, j % 2.
@@ -68,7 +68,7 @@ def column_of(glu_layout: str, n, side, columns):
 
 @cute.jit
 def store_peaks(peak: cute.Tensor, parts: cute.Tensor, slot: Int32, n_tile: Int32, group: Int32, warp: Int32,
-                lane: Int32, pingpong: cutlass.Constexpr):
+                pingpong: cutlass.Constexpr):
     """The warp's largest |dgate| and |dup|: parts is (M tiles, N tiles * warps a tile * 2)."""
     warps = cutlass.const_expr(4 if pingpong else 8)
     writer = warp if cutlass.const_expr(pingpong) else group * 4 + warp
@@ -76,7 +76,7 @@ def store_peaks(peak: cute.Tensor, parts: cute.Tensor, slot: Int32, n_tile: Int3
         value = peak[side]
         for step in cutlass.range_constexpr(5):
             value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 1 << step))
-        if lane == 0:
+        if cute.arch.lane_idx() == 0:
             parts[slot, (n_tile * warps + writer) * 2 + side] = value
 
 
@@ -97,7 +97,9 @@ class Finish:
     def __call__(self, offsets, dprob_parts, dprob, dbias_parts, dbias, amax_parts, amax, rows: Int32, columns: Int32,
                  stream):
         experts = cute.size(offsets)
-        row_blocks = (rows + FINISH_THREADS - 1) // FINISH_THREADS if cutlass.const_expr(dprob is not None) else Int32(0)
+        row_blocks = Int32(0)
+        if cutlass.const_expr(dprob is not None):
+            row_blocks = (rows + FINISH_THREADS - 1) // FINISH_THREADS
         groups = columns // 32
         sum_blocks = experts * groups if cutlass.const_expr(dbias is not None) else Int32(0)
         peak_blocks = experts if cutlass.const_expr(amax is not None) else Int32(0)

@@ -25,8 +25,10 @@ def cluster_tiles_m(rows, tile_m: int, cluster_m: int):
 
 
 @cute.jit
-def load_window(offsets: cute.Tensor, base: Int32, experts: Int32, tile_m: cutlass.Constexpr, cluster_m: cutlass.Constexpr):
-    """This lane's expert of the window at `base`: (first row, end row, cluster tiles in M, inclusive prefix of those)."""
+def load_window(
+    offsets: cute.Tensor, base: Int32, experts: Int32, tile_m: cutlass.Constexpr, cluster_m: cutlass.Constexpr
+):
+    """This lane's expert of the window at `base`: (first row, end row, cluster tiles in M, their inclusive prefix)."""
     lane = cute.arch.lane_idx()
     expert = base + lane
     begin = Int32(0)
@@ -58,7 +60,7 @@ def locate(
 ):
     """Finds the expert of a cluster tile; tiles must be asked for in ascending order.
 
-    Returns (found, expert, first row, end row, tile inside the expert, M tiles of the expert, M tiles before it, state).
+    Returns (found, expert, first row, end row, tile inside the expert, its M tiles, M tiles before it, state).
     """
     base, before, begin, end, tiles, prefix = state
     total = before + cute.arch.shuffle_sync(prefix, 31)

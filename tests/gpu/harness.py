@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import torch
-
 from opfuse.kernels.sm90 import host
 from opfuse.kernels.sm90.config import DgluConfig
 from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
@@ -88,7 +87,8 @@ def make(config: DgluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0
         out["dbias"] = poisoned(L, 2 * N, dtype=TORCH[config.dbias_dtype])
     if config.has_amax:
         out["amax"] = poisoned(L, 2, dtype=torch.float32)
-    out["workspace"] = torch.full((max(16, host.workspace_bytes(config, L, M, N)),), 0xFF, dtype=torch.uint8, device="cuda")
+    size = max(16, host.workspace_bytes(config, L, M, N))
+    out["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
     return out
 
 

@@ -18,7 +18,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import harness  # noqa: E402
-
 from opfuse.kernels.sm90 import host, tune  # noqa: E402
 from opfuse.kernels.sm90.config import Activation, DgluConfig, Schedule, illegal  # noqa: E402
 
@@ -119,7 +118,7 @@ def _compile(config: DgluConfig) -> bytes:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
-    """Compiles every configuration of this file in parallel processes; the objects travel as they would from a cache."""
+    """Compiles every configuration of this file in parallel processes; objects travel as they would from a cache."""
     wanted = list(dict.fromkeys([*CASES.values(), *RANDOM]))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context) as pool:
