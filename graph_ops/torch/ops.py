@@ -3,7 +3,7 @@
 grouped_mlp                  y alone. Its derivative computes the forward again: it saves its inputs and nothing else.
 grouped_mlp_forward          y, and what the backward reads: h (M, 2I) and act (M, I) (empty where it is not saved).
 grouped_mlp_backward         dx, dw1, dw2, dprob; empty where not asked for.
-grouped_mlp_mxfp8_forward    as grouped_mlp_forward; of x and act it saves E4M3 codes and E8M0 scales, half the bytes.
+grouped_mlp_mxfp8_forward    as grouped_mlp_forward; of x and act it saves the bytes of E4M3 codes and E8M0 scales.
 grouped_mlp_mxfp8_backward   as grouped_mlp_backward.
 
 Weights are (L, 2I, H) and (L, H, I), of any strides; their gradients lie in memory as they do. `offsets` (L,) are end
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..ir.dims import evaluate
+from ..ir.dims import evaluate, symbol
 from ..ir.errors import VariantPackError
 from ..ir.layouts import SCALE_ATOM_ROWS, ScaleLayout
 from ..outputs import Outputs
@@ -199,15 +199,9 @@ def _mxfp8_forward(x: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2:
                    allow_tail: bool, save_act: bool) -> tuple[torch.Tensor, ...]:  # fmt: skip
     choices = (act, activation_parameters, glu_layout, multiple_of)
     out = _run_forward(x, offsets, w1, w2, prob, MXFP8, allow_tail, choices, True, save_act)
-    codes, scales = torch.float8_e4m3fn, torch.float8_e8m0fnu
-    return (
-        out["y"],
-        out["h"],
-        out["x_codes"],
-        out["x_scales"],
-        out["act_codes"] if save_act else _empty(x, codes),
-        out["act_scales"] if save_act else _empty(x, scales),
-    )
+    names = ("x_codes", "x_scales", *(("act_codes", "act_scales") if save_act else ()))
+    saved = [out[name].view(torch.uint8) for name in names]
+    return (out["y"], out["h"], *saved, *(() if save_act else (_empty(x, torch.uint8), _empty(x, torch.uint8))))
 
 
 grouped_mlp_mxfp8_forward = torch.library.custom_op(
@@ -224,14 +218,13 @@ def _(x: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
     check_call(x, offsets, w1, w2, prob, act, activation_parameters, glu_layout, MXFP8, multiple_of)
     rows, half = x.shape[0], w2.shape[2]
     layout = ScaleLayout(MXFP8_BLOCK, 0, multiple_of % SCALE_ATOM_ROWS == 0)
+    stored = layout.storage((symbol("M"), symbol("N")))  # over symbols, as sizes may be symbolic in torch
 
     def saved(columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = layout.storage((rows, columns))
-        return x.new_empty(rows, columns, dtype=torch.float8_e4m3fn), x.new_empty(
-            [evaluate(d, {}) for d in shape], dtype=torch.float8_e8m0fnu
-        )
+        scales = [evaluate(d, {"M": rows, "N": columns}) for d in stored]
+        return x.new_empty(rows, columns, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8)
 
-    act_saved = saved(half) if save_act else (_empty(x, torch.float8_e4m3fn), _empty(x, torch.float8_e8m0fnu))
+    act_saved = saved(half) if save_act else (_empty(x, torch.uint8), _empty(x, torch.uint8))
     return (x.new_empty(x.shape), x.new_empty(rows, 2 * half), *saved(x.shape[1]), *act_saved)
 
 
@@ -239,7 +232,11 @@ def _mxfp8_backward(dy: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w
                     x_codes: Optional, x_scales: Optional, h: Optional, act_codes: Optional, act_scales: Optional,
                     act: str, activation_parameters: Sequence[float], glu_layout: str, multiple_of: int,
                     allow_tail: bool, dx: bool, dw1: bool, dw2: bool, dprob: bool) -> Gradients:  # fmt: skip
-    saved = {"x_codes": x_codes, "x_scales": x_scales, "h": h, "act_codes": act_codes, "act_scales": act_scales}
+    saved = {"h": h}
+    for name, kind, stored in (("x_codes", torch.float8_e4m3fn, x_codes), ("x_scales", torch.float8_e8m0fnu, x_scales),
+                               ("act_codes", torch.float8_e4m3fn, act_codes),
+                               ("act_scales", torch.float8_e8m0fnu, act_scales)):  # fmt: skip
+        saved[name] = None if stored is None else stored.view(kind)
     choices = (act, activation_parameters, glu_layout, multiple_of)
     return _run_backward(dy, offsets, w1, w2, prob, saved, MXFP8, allow_tail, choices, dx, dw1, dw2, dprob)
 
