@@ -256,7 +256,7 @@ def _compile_step(plan: Plan, step: Step, device: torch.device, entries: Mapping
         )
     problem = step.match.problem
     try:
-        kernel = entries[step.kernel].build(problem, device)
+        kernel = entries[step.kernel].build(problem, device, step.variant)
     except DECLINES as error:
         raise KernelDeclined(step.kernel) from error
     offsets, partial = step.buffers.get("offsets"), _outputs_with_rows(step)

@@ -22,7 +22,7 @@ class Step:
     """One unit of execution: a fused kernel over several nodes, or one node unfused.
 
     `kernel` is a registry id or `torch.<op>`. `buffers` maps roles (fused) or `in.<port>`/`out.<port>` (unfused) to
-    tensor uids. `capturable` False carries its reason.
+    tensor uids. `capturable` False carries its reason. `variant`: the way to build the kernel, None for its own choice.
     """
 
     kernel: str
@@ -33,6 +33,7 @@ class Step:
     capturable: bool = True
     capture_reason: str = ""
     match: FusedMatch | None = None
+    variant: str | None = None
 
     @property
     def is_fused(self) -> bool:
@@ -76,8 +77,9 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        """`unfused`, or the kernels that are fused with how often each: stable over runs, used to select a plan."""
-        kernels = Counter(s.kernel for s in self.fused_steps)
+        """`unfused`, or the kernels that are fused, `kernel[variant]` where one is chosen, with how often each: stable
+        over runs, used to select a plan."""
+        kernels = Counter(s.kernel if s.variant is None else f"{s.kernel}[{s.variant}]" for s in self.fused_steps)
         return "+".join(k if n == 1 else f"{k}*{n}" for k, n in sorted(kernels.items())) or UNFUSED
 
     @property

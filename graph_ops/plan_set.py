@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..kernels.registry import KernelEntry
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
 
     from .buffers import Binder
     from .executor import Executable
-    from .tuning import TuningRecord
+    from .tuning import Progress, TuningRecord
 
 HEURISTICS = ("A", "FALLBACK")
-"""Modes of planning. A: the fused plan, then plans that do without one of its kernels, then the unfused plan.
-FALLBACK: the unfused plan."""
+"""Modes of planning. A: the fused plan, then plans that do without one of its kernels, then the unfused plan; behind
+them the fused plan with variants of its kernels, for policy ALL to measure. FALLBACK: the unfused plan."""
 
 
 def candidate_plans(
@@ -36,10 +38,12 @@ def candidate_plans(
         )
 
     found: dict[str, Plan] = {}
+    varied: dict[str, Plan] = {}
     for mode in modes:
         if mode == "A" and target.fused:
             best = plan(True)
             found.setdefault(best.name, best)
+            varied = {other.name: other for other in _variants(best, kernels)}
             for kernel in sorted({step.kernel for step in best.fused_steps}):
                 other = plan(True, [kernel])
                 if other.fused_steps:
@@ -48,7 +52,20 @@ def candidate_plans(
                 continue  # the same nodes as the unfused plan, and it carries the reasons
         unfused = plan(False)
         found.setdefault(unfused.name, unfused)
-    return tuple(found.values())
+    return (*found.values(), *varied.values())
+
+
+def _variants(plan: Plan, kernels: Sequence[KernelEntry]) -> Iterator[Plan]:
+    """The plan with one of its kernels built another way: wherever it runs and has that variant."""
+    entries = {k.id: k for k in kernels}
+    offered: dict[tuple[str, str], set[int]] = {}
+    for place, step in enumerate(plan.steps):
+        if step.match is not None:
+            for variant in entries[step.kernel].variants(step.match.problem):
+                offered.setdefault((step.kernel, variant), set()).add(place)
+    for (_, variant), places in offered.items():
+        steps = (replace(s, variant=variant) if i in places else s for i, s in enumerate(plan.steps))
+        yield replace(plan, steps=tuple(steps))
 
 
 class PlanSet:
@@ -121,10 +138,11 @@ class PlanSet:
 
     def build_all(self, binder: Binder, sizes: Sequence[Mapping[str, int]]) -> None:
         """Builds every open plan and, if there is more than one, measures them at each of `sizes`."""
-        from .tuning import TuningRecord, tune
+        from .tuning import Progress, TuningRecord, tune
 
         self._device = binder.device
-        built = self._build(self.open, enough=len(self.plans))
+        with Progress(len(self.open), sys.stderr) as progress:
+            built = self._build(self.open, enough=len(self.plans), progress=progress)
         self._chosen = built[0]
         self.record = self.record or TuningRecord()
         if len(built) > 1:
@@ -167,10 +185,12 @@ class PlanSet:
             return self.executable(self.choice(bindings)).workspace_bytes(bindings)
         return max(e.workspace_bytes(bindings) for e in self._executables.values())
 
-    def _build(self, indices: Sequence[int], enough: int) -> list[int]:
+    def _build(self, indices: Sequence[int], enough: int, progress: Progress | None = None) -> list[int]:
         built: list[int] = []
         declined: list[str] = []
         for index in indices:
+            if progress is not None:
+                progress.step(f"building {self.plans[index].name}")
             try:
                 self.executable(index)
             except GraphNotSupportedError as error:

@@ -171,7 +171,7 @@ def tune(
             bound = binder.bind(synthetic_buffers(binder.graph, bindings, binder.device))
             taken: list[Measurement] = []
             for executable in executables:
-                progress.step(executable.plan.name)
+                progress.step(f"measuring {executable.plan.name}")
                 nbytes = executable.workspace_bytes(bound.bindings)
                 workspace = torch.empty(nbytes, dtype=torch.uint8, device=binder.device) if nbytes else None
                 taken.append(Measurement(executable.plan.name, bucket, measure(executable, bound, workspace)))
@@ -197,7 +197,7 @@ class Progress:
         if self._shown:
             filled = self.WIDTH * self._done // self._total
             bar = "#" * filled + "-" * (self.WIDTH - filled)
-            self._stream.write(f"\r\x1b[K[{bar}] {self._done + 1}/{self._total} measuring {label}")
+            self._stream.write(f"\r\x1b[K[{bar}] {self._done + 1}/{self._total} {label}")
             self._stream.flush()
         self._done += 1
 

@@ -34,7 +34,9 @@ class KernelEntry:
     """One fused kernel: what it serves, declared; and the module that builds it, imported only then.
 
     `id` never changes meaning. `module` has `build(problem, device) -> FusedKernel`. `evidence` says how far it is
-    known to work: "measured" (run here), or "compiled" (cross-compiled, never run).
+    known to work: "measured" (run here), or "compiled" (cross-compiled, never run). `variants` names other ways to
+    build it for a problem, the same in what they compute, which measuring may find faster: `build` of `module` then
+    takes the name as a third argument.
     """
 
     id: str
@@ -48,6 +50,7 @@ class KernelEntry:
     deterministic: bool
     capturable: bool = True
     launches: Callable[[Problem], int] = lambda problem: 1
+    variants: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
 
     def supports(self, problem: Problem, arch: Arch) -> tuple[Reason, ...]:
         """Every reason why this kernel cannot serve `problem` on `arch`; empty where it can."""
@@ -56,10 +59,13 @@ class KernelEntry:
             return (Reason("ARCH", arch.name, f"{self.arches}", "another arch keeps this part unfused"), *found)
         return found
 
-    def build(self, problem: Problem, device: Any) -> FusedKernel:
-        """Imports the kernel's module and builds it. Raises ImportError where a package is missing."""
+    def build(self, problem: Problem, device: Any, variant: str | None = None) -> FusedKernel:
+        """Imports the kernel's module and builds it, as it thinks best or as one of `variants(problem)`.
+
+        Raises ImportError where a package is missing.
+        """
         module = importlib.import_module(self.module)
-        kernel: FusedKernel = module.build(problem, device)
+        kernel: FusedKernel = module.build(problem, device, *(() if variant is None else (variant,)))
         return kernel
 
 
@@ -75,6 +81,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         requires_packages=("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "filelock", "platformdirs"),
         deterministic=True,
         launches=hopper_support.launches,
+        variants=hopper_support.variants,
     ),
     KernelEntry(
         id="cudnn.grouped_gemm_dglu.bf16",

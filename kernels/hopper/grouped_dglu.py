@@ -91,7 +91,8 @@ class GroupedDglu:
         host.launch(self.config, dy=a, b=b, workspace=workspace, **given)
 
 
-def build(problem: Problem, device: Any) -> GroupedDglu:
-    """Compiles the kernel for `problem`, or loads it. Raises ImportError without the DSL, UnsupportedConfig where the
-    kernel's legality function declines (condition LEGAL says so first)."""
-    return GroupedDglu(problem, torch.device(device), support.scheduled(problem))
+def build(problem: Problem, device: Any, variant: str | None = None) -> GroupedDglu:
+    """Compiles the kernel for `problem`, or loads it; `variant` is one of `support.variants(problem)`. Raises
+    ImportError without the DSL, UnsupportedConfig where the kernel's legality function declines (condition LEGAL says
+    so first)."""
+    return GroupedDglu(problem, torch.device(device), support.scheduled(problem, variant))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ...graph_ops.ir.dims import Dim, known_divisor
@@ -18,7 +19,7 @@ from ..arch import Arch, ArchRange
 from ..condition import Condition
 from ..problem import Problem
 from ..sm90.config import MAX_EXPERTS, Activation, DgluConfig, finishes, illegal
-from ..sm90.tune import schedule_for
+from ..sm90.tune import SHIPPED, candidates, schedule_for
 
 ARCHES = ArchRange((9, 0), (9, 1))
 """sm90 alone: wgmma exists nowhere else."""
@@ -107,10 +108,22 @@ def configuration(problem: Problem) -> DgluConfig:
     )
 
 
-def scheduled(problem: Problem) -> DgluConfig:
-    """The configuration with the schedule that the table of measurements gives its shape class."""
+def scheduled(problem: Problem, variant: str | None = None) -> DgluConfig:
+    """The configuration with the schedule of that name, or with that which the table of measurements gives its shape
+    class."""
+    config = configuration(problem)
+    if variant is not None:
+        return replace(config, schedule=SHIPPED[variant])
     _, depth, columns, _ = extents(problem)
-    return schedule_for(configuration(problem), n=_typical(columns), k=_typical(depth))
+    return schedule_for(config, n=_typical(columns), k=_typical(depth))
+
+
+def variants(problem: Problem) -> tuple[str, ...]:
+    """The schedules worth measuring beside the table's choice, by name."""
+    _, depth, columns, _ = extents(problem)
+    first = scheduled(problem)
+    legal = candidates(first, n=_typical(columns), k=_typical(depth))
+    return tuple(name for name, schedule in SHIPPED.items() if schedule in legal and schedule != first.schedule)
 
 
 def unbuilt(problem: Problem) -> list[str]:
