@@ -31,7 +31,8 @@ DTYPES = {getattr(torch, info.torch_name): data_type for data_type, info in DATA
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 GROUPED_MM = aten._grouped_mm.default
-SLICE, SPLIT, GETITEM = aten.slice.Tensor, aten.split.Tensor, operator.getitem
+SLICE, GETITEM = aten.slice.Tensor, operator.getitem
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 CONVERSIONS = (prims.convert_element_type.default, aten._to_copy.default)
 COPIES = (aten.clone.default, aten.alias.default)
 
@@ -68,12 +69,13 @@ def half_of_slice(node: fx.Node) -> tuple[GluLayout, str] | None:
     other slice or node."""
     if node.target is GETITEM:
         source, place = node.args
-        if not isinstance(source, fx.Node) or source.target is not SPLIT or place not in (0, 1):
+        if not isinstance(source, fx.Node) or source.target not in SPLITS or place not in (0, 1):
             return None
-        base, size, axis = source.args[0], source.args[1], source.args[2] if len(source.args) > 2 else 0
+        (base, size), axis = source.args[:2], source.args[2] if len(source.args) > 2 else 0
         assert isinstance(base, fx.Node)
         shape = dims_of(base)
-        if len(shape) != 2 or axis not in (1, -1) or not isinstance(shape[1], int) or shape[1] != 2 * size:  # type: ignore[operator]
+        halves = len(shape) == 2 and isinstance(shape[1], int) and size in (shape[1] / 2, [shape[1] / 2] * 2)
+        if not halves or axis not in (1, -1):
             return None
         return GluLayout.concatenated(), ("gate", "up")[int(place)]  # type: ignore[arg-type]
     if node.target is not SLICE:
@@ -124,7 +126,7 @@ def widened_from(node: fx.Node) -> fx.Node:
 
 def is_view(node: fx.Node) -> bool:
     """A view that the importer looks through: half the columns of a tensor."""
-    return node.target is SPLIT or half_of_slice(node) is not None
+    return node.target in SPLITS or half_of_slice(node) is not None
 
 
 @dataclass(frozen=True)
@@ -326,6 +328,7 @@ class Importer:
         return {gate: halves[0], up: halves[1]}
 
     def _compute(self, node: fx.Node) -> Tensor:
+        before = set(self.graph._tensors)
         parts = joined_halves(node)
         if parts is not None:
             gate, up, layout = parts
@@ -340,7 +343,7 @@ class Importer:
             raise decline(node, "an op without a counterpart")
         if made.dim != tuple(self._dim(d) for d in dims_of(node)):
             raise decline(node, f"shape {made.dim}", f"shape {dims_of(node)}, as traced")
-        return made if node.target in COPIES else made.set_data_type(self._type(node))
+        return made if made.uid in before else made.set_data_type(self._type(node))
 
     def _grouped_mm(self, node: fx.Node) -> Tensor:
         a, b, offsets, *rest = node.args
@@ -473,7 +476,10 @@ def _convert(importer: Importer, node: fx.Node) -> Tensor:
     if parts is not None:  # joining moves values, so the one rounding may as well happen there
         gate, up, layout = parts
         return importer.graph.join_glu(importer.value(gate), importer.value(up), layout, name=node.name)
-    return importer.graph.identity(importer.value(source), name=node.name)
+    value = importer.value(source)
+    if value_of(node).dtype is torch.float32 and node not in importer.outputs:
+        return value  # its readers compute in float32 anyway, so widening is no step of its own
+    return importer.graph.identity(value, name=node.name)
 
 
 def _same(importer: Importer, node: fx.Node) -> Tensor:

@@ -1,0 +1,372 @@
+"""torch.compile(backend="opfuse"): plain MoE code is found, raised and replaced, or left exactly as it was."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opfuse.fusion_rules import VerdictKind
+from opfuse.graph_ops import OpfuseError
+from opfuse.graph_ops.torch import OpfusePass, explain, grouped_mlp
+from opfuse.graph_ops.torch.compile.backend import compile_with
+from opfuse.graph_ops.torch.compile.rewrite import Options, Rewriter
+
+L, H, I = 3, 32, 64
+BF16 = torch.bfloat16
+
+
+def mm(x, weight, offsets):
+    """(M, K) x (L, N, K) -> (M, N): torch's own grouped matmul, by its public name where there is one."""
+    return getattr(F, "grouped_mm", torch._grouped_mm)(x, weight.transpose(-2, -1), offs=offsets)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1 = torch.nn.Parameter((torch.randn(L, I, H) / H**0.5).to(BF16))
+        self.w3 = torch.nn.Parameter((torch.randn(L, I, H) / H**0.5).to(BF16))
+        self.w2 = torch.nn.Parameter((torch.randn(L, H, I) / I**0.5).to(BF16))
+
+    def offsets(self, counts):
+        return torch.cumsum(counts, dim=0, dtype=torch.int32)
+
+
+class Separate(Experts):
+    """Gate and up from two weights."""
+
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        gate, up = mm(x, self.w1, offsets), mm(x, self.w3, offsets)
+        return mm(F.silu(gate) * up, self.w2, offsets)
+
+
+class Torchtitan(Experts):
+    """As torchtitan's GroupedExperts spells it."""
+
+    def forward(self, x, num_tokens_per_expert):
+        offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
+        h = F.silu(torch._grouped_mm(x.bfloat16(), self.w1.bfloat16().transpose(-2, -1), offs=offsets))
+        h = h * torch._grouped_mm(x.bfloat16(), self.w3.bfloat16().transpose(-2, -1), offs=offsets)
+        return torch._grouped_mm(h, self.w2.bfloat16().transpose(-2, -1), offs=offsets).type_as(x)
+
+
+class Fused(Experts):
+    """One weight for gate and up; `cut` says how the product is taken apart."""
+
+    def __init__(self, cut=lambda h: h.chunk(2, dim=-1)):
+        super().__init__()
+        self.w13 = torch.nn.Parameter(torch.cat([self.w1.data, self.w3.data], 1))
+        del self.w1, self.w3
+        self.cut = cut
+
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        gate, up = self.cut(mm(x, self.w13, offsets))
+        return mm(F.silu(gate) * up, self.w2, offsets)
+
+
+class Float32Activation(Fused):
+    """Nothing rounds inside the activation, as its author wrote it."""
+
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        gate, up = mm(x, self.w13, offsets).float().chunk(2, dim=-1)
+        return mm((F.silu(gate) * up).to(BF16), self.w2, offsets)
+
+
+SPELLINGS = {
+    "separate": Separate,
+    "torchtitan": Torchtitan,
+    "concatenated, chunk": Fused,
+    "concatenated, slices": lambda: Fused(lambda h: (h[:, :I], h[:, I:])),
+    "concatenated, split": lambda: Fused(lambda h: h.split([I, I], dim=1)),
+    "interleaved": lambda: Fused(lambda h: (h[..., ::2], h[..., 1::2])),
+    "float32 activation": Float32Activation,
+}
+
+
+def compiled(model, **options):
+    """The model compiled with the rest in eager, the rewriter whose reports tell what happened, and a counter."""
+    rewriter = Rewriter(Options.of({"rest": "eager", **options}))
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return compile_with(rewriter, gm, inputs)
+
+    return torch.compile(model, backend=backend, fullgraph=True), rewriter, graphs
+
+
+def step(model, rows, counts, dy_seed=1):
+    """y and the gradients of x and every parameter."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, H, generator=generator).to(BF16).requires_grad_()
+    dy = torch.randn(rows, H, generator=generator).to(BF16)
+    for parameter in model.parameters():
+        parameter.grad = None
+    y = model(x, torch.tensor(counts))
+    y.backward(dy)
+    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def oracle(model, rows, counts):
+    """The same in float64, with nothing rounded."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, H, generator=generator).to(BF16).double().requires_grad_()
+    dy = torch.randn(rows, H, generator=generator).to(BF16).double()
+    wide = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    parts, start = [], 0
+    for expert, count in enumerate(counts):
+        rows_of = x[start : start + count]
+        if "w13" in wide:
+            h = rows_of @ wide["w13"][expert].T
+            gate, up = model.cut(h)
+        else:
+            gate, up = rows_of @ wide["w1"][expert].T, rows_of @ wide["w3"][expert].T
+        parts.append((F.silu(gate) * up) @ wide["w2"][expert].T)
+        start += count
+    torch.cat(parts).backward(dy)
+    return [torch.cat(parts).detach(), x.grad, *(t.grad for t in wide.values())]
+
+
+def raisings(rewriter):
+    return {part: [r.rule for region in rewriter.regions if region.part == part for r in region.raisings]
+            for part in ("forward", "backward")}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_plain_code_raises_forward_and_backward_and_is_as_accurate_as_eager(spelling, seed, assert_close):
+    model = SPELLINGS[spelling]()
+    fast, rewriter, _ = compiled(model, fuse_rounding=True, replace="raised", arch="sm90")
+    got, eager, wanted = (f(m, 20, [8, 0, 12]) for f, m in ((step, fast), (step, model), (oracle, model)))
+    assert raisings(rewriter) == {"forward": ["raise_glu"], "backward": ["raise_glu_backward"]}
+    assert {r.part for r in rewriter.regions if r.replaced} == {"forward", "backward"}
+    for name, one, two, exact in zip(("y", "x", "first", "second", "third"), got, eager, wanted):
+        assert_close(name, one, exact, 1.2 * float((two.double() - exact).norm() / exact.norm()) + 1e-4)
+        assert one.stride() == two.stride(), name
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_derivative_matches_the_dglu_rule(spelling, seed):
+    fast, rewriter, _ = compiled(SPELLINGS[spelling](), fuse_rounding=True, replace="raised", arch="sm90")
+    step(fast, 20, [8, 0, 12])
+    (backward,) = [r for r in rewriter.regions if r.part == "backward" and r.raisings]
+    kinds = {v.kind for v in backward.plan.report.verdicts if v.rule == "grouped_gemm_dglu"}
+    assert kinds & {VerdictKind.CHOSEN, VerdictKind.UNSUPPORTED, VerdictKind.NOT_CHOSEN}, backward.explanation
+    assert {"glu_backward", "grouped_matmul"} <= {n.op for n in backward.plan.graph.nodes}
+    assert not {"swish", "mul", "sigmoid", "swish_backward"} & {n.op for n in backward.plan.graph.nodes}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_without_leave_no_rounding_moves(spelling, seed, assert_close):
+    """A GLU with a rounding inside is left alone; one without is raised, and only float32 operations change order."""
+    model = SPELLINGS[spelling]()
+    exact, rewriter, _ = compiled(model, replace="raised", arch="sm90")
+    found = step(exact, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])
+    if spelling == "float32 activation":
+        assert raisings(rewriter) == {"forward": ["raise_glu"], "backward": ["raise_glu_backward"]}
+        for got, eager in zip(*found):
+            assert_close("gradient", got, eager, 4e-3)
+        return
+    for got, eager in zip(*found):
+        assert torch.equal(got, eager), f"seed {seed}"
+    found = raisings(rewriter)
+    assert found == {"forward": [], "backward": []}
+    reasons = {reason.code for region in rewriter.regions if region.plan is not None
+               for verdict in region.plan.report.verdicts for reason in verdict.reasons}  # fmt: skip
+    assert "RAISE_ROUNDING" in reasons
+
+
+def test_by_default_only_what_a_kernel_of_this_device_fuses_is_replaced(seed):
+    model = Fused()
+    fast, rewriter, _ = compiled(model, fuse_rounding=True)
+    for got, eager in zip(step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
+        assert torch.equal(got, eager)
+    assert raisings(rewriter)["backward"] == ["raise_glu_backward"]
+    assert not any(r.replaced for r in rewriter.regions), "the CPU has no fused kernels"
+
+
+def test_c104_no_graph_breaks(seed):
+    found = explain(Torchtitan(), arch="sm90")(
+        torch.randn(20, H, dtype=BF16, requires_grad=True), torch.tensor([8, 0, 12])
+    )
+    assert found.graph_break_count == 0 and found.graph_count == 1 and found.op_count > 0
+    assert "Graph Break Count: 0" in str(found)
+
+
+@pytest.mark.parametrize("replace", ["raised", "fused"])
+def test_c106_two_compilations_serve_ten_token_counts_and_no_tokens_work(replace, seed, assert_close):
+    model = Fused()
+    fast, _, graphs = compiled(model, fuse_rounding=True, replace=replace)
+    for rows in (20, 5, 7, 64, 33, 2, 9, 11, 100, 40):
+        counts = [rows - 2, 0, 2]
+        for got, wanted in zip(step(fast, rows, counts), oracle(model, rows, counts)):
+            assert_close("gradient", got, wanted, 2e-2)
+    assert len(graphs) <= 2
+    got = step(fast, 0, [0, 0, 0])
+    assert got[0].shape == got[1].shape == (0, H)
+    for gradient in got[2:]:
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_c106_a_dynamic_mark_compiles_once(seed):
+    fast, _, graphs = compiled(Fused(), fuse_rounding=True, replace="raised")
+    for rows in (20, 5, 64):
+        x = torch.randn(rows, H, dtype=BF16)
+        torch._dynamo.mark_dynamic(x, 0)
+        fast(x, torch.tensor([rows - 2, 0, 2]))
+    assert len(graphs) == 1
+
+
+class TwoBlocks(torch.nn.Module):
+    """Two blocks back to back, the second reads what the first writes, and both read x."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Fused(), Separate()
+
+    def forward(self, x, counts):
+        return self.two(x + self.one(x, counts), counts) + x
+
+
+def test_c98_adjacent_blocks_are_both_replaced(seed, assert_close):
+    model = TwoBlocks()
+    fast, rewriter, _ = compiled(model, fuse_rounding=True, replace="raised")
+    got, eager = step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])
+    assert sum(r.replaced for r in rewriter.regions if r.part == "forward") == 2
+    assert sum(r.replaced for r in rewriter.regions if r.part == "backward") == 2
+    for one, two in zip(got, eager):
+        assert_close("gradient", one, two, 2e-2)
+
+
+class SwappedHalves(Fused):
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        up, gate = mm(x, self.w13, offsets).chunk(2, dim=-1)
+        return mm(F.silu(gate) * up, self.w2, offsets)
+
+
+class Gelu(Fused):
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        gate, up = mm(x, self.w13, offsets).chunk(2, dim=-1)
+        return mm(F.gelu(gate) * up, self.w2, offsets)
+
+
+class GateIsRead(Fused):
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        gate, up = mm(x, self.w13, offsets).chunk(2, dim=-1)
+        s = F.silu(gate)
+        return mm(s * up, self.w2, offsets) + s.sum(1, keepdim=True)
+
+
+class NotConvex(Fused):
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        gate, up = mm(x, self.w13, offsets).chunk(2, dim=-1)
+        s = F.silu(gate)
+        return mm(s * up * s.sort(dim=1).values, self.w2, offsets)
+
+
+class UnevenSplit(Fused):
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        gate, up = mm(x, self.w13, offsets).split([I - 16, I + 16], dim=-1)
+        return mm(F.pad(F.silu(gate), (0, 16)) * up[:, :I], self.w2, offsets)
+
+
+@pytest.mark.parametrize("model_type", [SwappedHalves, Gelu, GateIsRead, NotConvex, UnevenSplit])
+def test_near_misses_compute_what_eager_does(model_type, seed, assert_close):
+    model = model_type()
+    fast, rewriter, _ = compiled(model, fuse_rounding=True, replace="raised")
+    got, eager = step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])
+    for one, two in zip(got, eager):
+        assert_close("gradient", one, two, 2e-2)
+    if model_type is not GateIsRead:
+        assert raisings(rewriter) == {"forward": [], "backward": []}
+        assert all(r.reason for r in rewriter.regions)
+
+
+def test_c116_expanded_gradients(seed, assert_close):
+    model = Fused()
+    fast, _, _ = compiled(model, fuse_rounding=True, replace="raised")
+    grads = []
+    for one in (fast, model):
+        model.zero_grad()
+        one(torch.ones(20, H, dtype=BF16), torch.tensor([8, 0, 12])).float().mean().backward()
+        grads.append(model.w13.grad.clone())
+    assert_close("w13", grads[0], grads[1], 2e-2)
+
+
+def test_c109_a_fallback_is_a_record_and_strict_an_error(seed, caplog):
+    fast, _, _ = compiled(Fused(), fuse_rounding=True, arch="sm80")
+    with caplog.at_level(logging.INFO, logger="opfuse"):
+        fast(torch.randn(20, H, dtype=BF16), torch.tensor([8, 0, 12]))
+    records = [r for r in caplog.records if r.name == "opfuse.rules"]
+    assert records and all(r.code and r.observed and r.required and r.arch == "sm80" for r in records)
+    strict, _, _ = compiled(Fused(), fuse_rounding=True, arch="sm80", strict=True)
+    with pytest.raises(Exception, match="UNFUSED: strict=True"):
+        strict(torch.randn(20, H, dtype=BF16), torch.tensor([8, 0, 12]))
+
+
+def test_the_backend_is_found_by_name_with_its_options(seed):
+    model = Fused()
+    fast = torch.compile(model, backend="opfuse", options={"rest": "eager", "replace": "raised"}, fullgraph=True)
+    for got, eager in zip(step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
+        assert torch.equal(got, eager)
+
+
+@pytest.mark.parametrize("options", [{"fuse": True}, {"replace": "all"}, {"rest": "nobody"}])
+def test_unknown_options_are_refused(options):
+    with pytest.raises(OpfuseError) as raised:
+        Options.of(options)
+    assert raised.value.code == "OPTION"
+
+
+def test_the_custom_op_is_traced_without_a_break(seed):
+    def mlp(x, counts, w1, w2, probs):
+        return grouped_mlp(x * 2, counts, w1, w2, probs).relu()
+
+    w1, w2 = (torch.randn(2, 2 * I, H) / 6).requires_grad_(), (torch.randn(2, H, I) / 8).requires_grad_()
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return compile_with(Rewriter(Options.of({"rest": "eager"})), gm, inputs)
+
+    fast = torch.compile(mlp, backend=backend, fullgraph=True)
+    for rows in (9, 4, 17, 6):
+        x, probs, counts = torch.randn(rows, H, requires_grad=True), torch.rand(rows), torch.tensor([rows - 3, 3])
+        wanted = torch.autograd.grad(mlp(x, counts, w1, w2, probs).sum(), (x, w1, w2))
+        got = torch.autograd.grad(fast(x, counts, w1, w2, probs).sum(), (x, w1, w2))
+        for one, two in zip(got, wanted):
+            torch.testing.assert_close(one, two)
+    assert len(graphs) <= 2
+
+
+def test_explain_reports_what_fused_and_why_the_rest_did_not(seed):
+    model = Fused()
+    x = torch.randn(20, H, dtype=BF16, requires_grad=True)
+    found = explain(model, arch="sm90", fuse_rounding=True)(x, torch.tensor([8, 0, 12]))
+    assert [r.part for r in found.regions if r.raisings] == ["forward", "backward"]
+    text = str(found)
+    assert "raised glu_backward" in text and "Plan of backward" in text and "test_compile.py" in text
+    assert "fuse_rounding=True" in text
+    assert x.grad is None and all(p.grad is None for p in model.parameters()), "gradients are computed and dropped"
+    plain = str(explain(model, arch="sm90")(x, torch.tensor([8, 0, 12])))
+    assert "RAISE_ROUNDING" in plain and "rounds to BFLOAT16" in plain
+
+
+def test_the_pass_for_inductor_changes_its_id_with_whatever_decides():
+    ids = [OpfusePass(**o).uuid() for o in ({}, {"fuse_rounding": True}, {"disable": ("raise_glu",)})]
+    assert len({repr(i) for i in ids}) == 3
+    assert OpfusePass().uuid() == OpfusePass().uuid()
+
+
+def test_disable_reaches_the_raising(seed):
+    fast, rewriter, _ = compiled(Fused(), fuse_rounding=True, replace="raised", disable=["raise_glu"])
+    step(fast, 20, [8, 0, 12])
+    assert raisings(rewriter) == {"forward": [], "backward": ["raise_glu_backward"]}
