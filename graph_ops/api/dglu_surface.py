@@ -20,6 +20,7 @@ from .surface import (
     Call,
     Requirement,
     Shape,
+    is_canonical_weight,
     loose_matrices,
     matrices,
     misaligned,
@@ -274,15 +275,20 @@ LAYOUTS = (
         lambda c: ", ".join(loose_matrices(c, ("a", "c", "d_row", "d_col", "activation"))),
     ),
     Requirement(
-        "B_LAYOUT", "B: K-major or N-major (dense). Must be K-major for FP4", "weights without gaps, K-major for FP4",
-        lambda c: c.b_major is not None and (c.b_major == "k" or c.family != FP4),
-        lambda c: f"B stride {c['b'].stride()}" if not c.discrete else c.b_major, lambda c: not c.discrete,
+        "B_LAYOUT", "B: K-major, for FP8 also N-major", "dense weights without gaps, K-major, or for FP8 N-major",
+        lambda c: c.b_major == "k" or (c.b_major == "n" and (c.family == FP8 or _is_canonical_n_major(c))),
+        lambda c: f"B stride {c['b'].stride()}", lambda c: not c.discrete,
+        "discrete weights and canonical ones (L, K, N) with b_major='n' may be N-major for BF16",
     ),
     Requirement(
         "ALIGNMENT_16", "All tensors must be 16-byte aligned along the contiguous dimension", "multiples of 16 bytes",
         lambda c: not _unaligned(c), lambda c: ", ".join(_unaligned(c)),
     ),
 )  # fmt: skip
+
+
+def _is_canonical_n_major(call: Call) -> bool:
+    return call.family == BFLOAT16 and call.options["b_major"] == "n" and is_canonical_weight(call["b"])
 
 
 def _unaligned(call: Call) -> list[str]:

@@ -429,7 +429,6 @@ def idle_options(call: Call, defaults: Mapping[str, Any]) -> tuple[Reason, ...]:
 
 __all__ = [
     "BFLOAT16", "BLOCK_SCALES", "COMMON", "FP4", "FP8", "HALF_TYPES", "Call", "Requirement", "check", "idle_options",
-    "loose_matrices", "major_of", "matrices", "misaligned", "read_call", "refuse", "require_tensors", "vectors",
-    "weights", "wrong_scales",
-    "wrong_shapes", "wrong_types",
+    "is_canonical_weight", "loose_matrices", "major_of", "matrices", "misaligned", "read_call", "refuse",
+    "require_tensors", "vectors", "weights", "wrong_scales", "wrong_shapes", "wrong_types",
 ]  # fmt: skip

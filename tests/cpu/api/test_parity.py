@@ -261,23 +261,30 @@ def test_single_group_runtime_offsets_do_not_read_the_offset(api):
 
 
 def test_n_major_weights(api):
-    """Dense weights say their major by their strides, discrete ones by b_major."""
+    """Dense weights say their major by their strides (FP8) or are canonical (BF16), discrete ones by b_major."""
     p = api.make(11)
     t = p.tensors
-    k_major = t["b"]
-    n_major = k_major.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    assert n_major.stride(0) == 1
-    experts = [n_major[:, :, g].t().contiguous() for g in range(api.L)]
-    pointers = torch.tensor([e.data_ptr() for e in experts])
+    k_major = t["b"]  # (N, K, L)
+    n_major = k_major.permute(2, 1, 0).contiguous()  # canonical (L, K, N)
+    pointers = torch.tensor([w.data_ptr() for w in n_major])
     shared = dict(
         a_tensor=t["a_tensor"], c_tensor=api.column(t["c"]), sfa_tensor=None, padded_offsets=t["padded_offsets"],
         alpha_tensor=t["alpha_tensor"], beta_tensor=t["beta_tensor"], prob_tensor=t["prob_tensor"], dprob_tensor=None,
     )  # fmt: skip
     wanted = calls.grouped_gemm_dglu_wrapper(**shared, b_tensor=k_major)[0]
-    assert torch.equal(calls.grouped_gemm_dglu_wrapper(**shared, b_tensor=n_major)[0], wanted)
+    assert torch.equal(calls.grouped_gemm_dglu_wrapper(**shared, b_tensor=n_major, b_major="n")[0], wanted)
     discrete = dict(b_ptrs=pointers, n=api.N, b_dtype=torch.bfloat16)
     assert torch.equal(calls.grouped_gemm_dglu_wrapper(**shared, **discrete, b_major="n")[0], wanted)
     assert not torch.equal(calls.grouped_gemm_dglu_wrapper(**shared, **discrete, b_major="k")[0], wanted)
+
+
+def test_n_major_fp8_weights_give_the_same_bytes(api):
+    seed = int(torch.seed() % 2**31)
+    n_major = {"b_tensor": lambda a: a["b_tensor"].view(torch.uint8).permute(2, 1, 0).contiguous().permute(2, 1,
+                                                                                                           0).view(
+        torch.float8_e4m3fn)}  # fmt: skip
+    before, after = dglu_call(api, "e4m3", seed), dglu_call(api, "e4m3", seed, **n_major)
+    assert all(torch.equal(v, after[k]) for k, v in nothing(before).items()), f"seed {seed}"
 
 
 def test_canonical_layouts_give_canonical_outputs(api):

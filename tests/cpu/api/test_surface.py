@@ -158,6 +158,8 @@ REFUSED = [
     ("dglu", "CD_MAJOR", dict(cd_major="m")),
     ("dglu", "B_MAJOR", dict(discrete=True, b_major="m")),
     ("dglu", "B_MAJOR", dict(kind="uint8", discrete=True, b_major="n")),
+    ("dglu", "B_LAYOUT", dict(b_tensor=torch.zeros(3, 64, 64, dtype=BF16).permute(2, 1, 0))),
+    ("dglu", "B_LAYOUT", dict(kind="uint8", b_tensor=torch.zeros(3, 32, 64, dtype=UINT8).permute(2, 1, 0))),
     ("dglu", "B_LAYOUT", dict(b_tensor=torch.zeros(3, 128, 64, dtype=BF16)[:, ::2].permute(1, 2, 0))),
     ("dglu", "LAYOUT", dict(a_tensor=lambda a: torch.zeros(64, 512, 1, dtype=BF16).permute(1, 0, 2))),
     ("dglu", "LAYOUT", dict(c_tensor=lambda a: torch.zeros(128, 512, 1, dtype=BF16).permute(1, 0, 2))),
