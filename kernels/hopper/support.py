@@ -18,7 +18,7 @@ from ...graph_ops.ir.tensor import TensorSpec
 from ..arch import Arch, ArchRange
 from ..condition import Condition
 from ..problem import Problem
-from ..sm90.config import MAX_EXPERTS, Activation, DgluConfig, finishes, illegal
+from ..sm90.config import GLU_LAYOUTS, MAX_EXPERTS, Activation, DgluConfig, finishes, illegal
 from ..sm90.tune import SHIPPED, candidates, schedule_for
 
 ARCHES = ArchRange((9, 0), (9, 1))
@@ -126,24 +126,31 @@ def variants(problem: Problem) -> tuple[str, ...]:
     return tuple(name for name, schedule in SHIPPED.items() if schedule in legal and schedule != first.schedule)
 
 
+SAID_BEFORE: dict[str, tuple[str | None, ...]] = {
+    "ab_dtype": ("bf16", "fp16"),
+    "glu_layout": GLU_LAYOUTS,
+    "q_row_dtype": ("e4m3", "e5m2", None),
+    "q_col_dtype": ("e4m3", "e5m2", None),
+}
+"""Fields of a configuration that a condition of its own judges, with what it lets through: one fault, one reason."""
+
+
 def unbuilt(problem: Problem) -> list[str]:
-    """Every reason for which the kernel's own legality function declines the problem's configuration."""
-    _, depth, columns, _ = extents(problem)
-    return illegal(scheduled(problem), n=_static(columns), k=_static(depth))
+    """Every other reason for which the kernel's own legality function declines the problem's configuration."""
+    config = scheduled(problem)
+    judged = {name: let[0] for name, let in SAID_BEFORE.items() if getattr(config, name) not in let}
+    return illegal(replace(config, **judged))
 
 
 def launches(problem: Problem) -> int:
-    """Launches of one run: the kernel, one that adds partials up, and the copy of separate experts' addresses."""
-    return 1 + finishes(configuration(problem)) + problem["b"].discrete
+    """Launches of one run: the kernel, one that adds partials up; for separate experts the copy of their addresses and
+    the launch that makes descriptors of them."""
+    return 1 + finishes(configuration(problem)) + 2 * problem["b"].discrete
 
 
 def _typical(extent: Dim) -> int:
     """The extent; a symbol counts as a usual model's, so that it falls in the table's middle class."""
     return extent if isinstance(extent, int) else 2048
-
-
-def _static(extent: Dim) -> int | None:
-    return extent if isinstance(extent, int) else None
 
 
 def _row_pitch(tensor: TensorSpec, pitch: int) -> bool:
@@ -168,10 +175,6 @@ def _misaligned(p: Problem) -> list[str]:
 
 def _present(*roles: str) -> Callable[[Problem, Arch], bool]:
     return lambda p, a: any(role in p for role in roles)
-
-
-def _observed(role: str) -> Callable[[Problem, Arch], Any]:
-    return lambda p, a: f"{role} is {p[role]}"
 
 
 def _rounding(p: Problem, value: str) -> Any:
@@ -271,11 +274,11 @@ DGLU: tuple[Condition, ...] = (
         "a finite bound beyond the data, 3e38 say, clamps nothing",
     ),
     Condition(
-        "DBIAS_LAYOUT", "row-major dbias", _observed("dbias"), lambda p, a: p["dbias"].stride[1] == 1, _CONTIGUOUS,
-        _present("dbias"),
+        "DBIAS_LAYOUT", "row-major dbias", lambda p, a: f"dbias stride {p['dbias'].stride}",
+        lambda p, a: p["dbias"].stride[1] == 1, _CONTIGUOUS, _present("dbias"),
     ),
     Condition(
-        "AMAX_FORM", "FLOAT amax (L, 2), gate and up apart, without gaps", _observed("amax"),
+        "AMAX_FORM", "FLOAT amax (L, 2), gate and up apart, without gaps", lambda p, a: f"{p['amax']}",
         lambda p, a: p.attributes["amax.split_glu"]
         and p["amax"].data_type is DataType.FLOAT
         and p["amax"].is_contiguous,

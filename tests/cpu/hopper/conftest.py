@@ -1,0 +1,144 @@
+"""Problems of our Hopper dGLU kernel, made without a graph so that each condition can be broken alone, graphs of them,
+and the kernel emulated behind its real host code."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from opfuse.graph_ops.ir.dims import symbol
+from opfuse.graph_ops.ir.dtypes import DataType
+from opfuse.graph_ops.ir.layouts import GluLayout, ScaleLayout
+from opfuse.graph_ops.ir.tensor import TensorSpec, contiguous_stride
+from opfuse.kernels.problem import Problem
+from opfuse.kernels.registry import KERNELS, KernelEntry
+
+torch.set_num_threads(1)
+HERE = Path(__file__).parent
+ACTIVATIONS: dict[str, dict[str, float]] = {
+    "swiglu": {},
+    "geglu": {"geglu_alpha": 1.702, "clamp_min": -7.0, "clamp_max": 7.0, "linear_offset": 1.0},
+    "situglu": {"situ_beta1": 4.0, "situ_beta2": 25.0},
+}
+OUTPUTS = ("d", "dprob", "activation", "dbias", "amax", "q_row", "sf_row", "q_col", "sf_col")
+
+
+def _make(
+    *,
+    rows: Any = None,
+    k: Any = 64,
+    n: Any = 64,
+    experts: Any = 2,
+    act: str = "swiglu",
+    b_major: str = "k",
+    roles: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    rounding: Mapping[str, DataType] | None = None,
+    layout: GluLayout | None = None,
+    swizzled: bool = True,
+    operands: DataType = DataType.BFLOAT16,
+    deterministic: bool = False,
+) -> Problem:
+    """A problem that every condition lets through, but for what the arguments change: in the rule's second form, where
+    d is a rounded copy of a FLOAT gradient.
+
+    `roles` are added to a, b, offsets, c, d and dprob, `without` are left out; `changes` replaces fields of specs.
+    """
+    m = symbol("M", 128) if rows is None else rows
+    bf16, f32 = DataType.BFLOAT16, DataType.FLOAT
+    layout = layout or GluLayout.interleaved(32)
+    scales = {side: ScaleLayout(32, axis, swizzled) for side, axis in (("row", 1), ("col", 0))}
+    known: dict[str, dict[str, Any]] = {
+        "a": dict(dim=(m, k), data_type=operands),
+        "b": dict(dim=(experts, k, n), data_type=operands,
+                  stride=(k * n, 1, k) if b_major == "k" else (k * n, n, 1)),
+        "offsets": dict(dim=(experts,), data_type=DataType.INT32, multiple_of=128),
+        "alpha": dict(dim=(experts,), data_type=f32),
+        "c": dict(dim=(m, 2 * n), glu_layout=layout),
+        "prob": dict(dim=(m,), data_type=f32),
+        "beta": dict(dim=(experts,), data_type=f32),
+        "d": dict(dim=(m, 2 * n), glu_layout=layout),
+        "dprob": dict(dim=(m,), data_type=f32),
+        "activation": dict(dim=(m, n)),
+        "dbias": dict(dim=(experts, 2 * n), glu_layout=layout),
+        "amax": dict(dim=(experts, 2), data_type=f32),
+        "norm_const_row": dict(dim=(1,), data_type=f32),
+        "norm_const_col": dict(dim=(1,), data_type=f32),
+    }  # fmt: skip
+    given = {"act": act, "alpha_exponent": 2, "recompute": "activation" in roles, **ACTIVATIONS[act]}
+    for side in ("row", "col"):
+        known[f"q_{side}"] = dict(dim=(m, 2 * n), data_type=DataType.FP8_E4M3, scale_layout=scales[side])
+        known[f"sf_{side}"] = dict(
+            dim=scales[side].storage((m, 2 * n)), data_type=DataType.FP8_E8M0, scale_layout=scales[side]
+        )
+        if f"q_{side}" in roles:
+            given |= {f"q_{side}.block_size": 32, f"q_{side}.scale_type": "FP8_E8M0", f"q_{side}.swizzled": swizzled,
+                      f"q_{side}.data_type": "FP8_E4M3"}  # fmt: skip
+    if "amax" in roles:
+        given["amax.split_glu"] = True
+    asked = {"a", "b", "offsets", "c", "d", "dprob", *roles} | {f"sf_{r[2:]}" for r in roles if r.startswith("q_")}
+    specs = {}
+    for uid, role in enumerate(r for r in known if r in asked and r not in without):
+        fields: dict[str, Any] = {"data_type": bf16, "is_output": role in OUTPUTS, **known[role]}
+        fields.setdefault("stride", contiguous_stride(fields["dim"]))
+        specs[role] = replace(TensorSpec(uid=uid, name=role, **fields), **(changes or {}).get(role, {}))
+    return Problem(
+        "grouped_gemm_dglu",
+        specs,
+        {**given, **(attributes or {})},
+        rounding or {"r": f32, "d_wide": f32},
+        deterministic,
+    )
+
+
+@pytest.fixture(scope="session")
+def make_problem() -> Callable[..., Problem]:
+    return _make
+
+
+@pytest.fixture(scope="session")
+def entry() -> KernelEntry:
+    """The kernel's line of the registry."""
+    return next(k for k in KERNELS if k.id == "sm90.grouped_gemm_dglu")
+
+
+@pytest.fixture(scope="session")
+def emulation() -> ModuleType:
+    """The module beside this file."""
+    spec = importlib.util.spec_from_file_location("opfuse_emulated_hopper", HERE / "emulated.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Runs the adapter and host.launch as they are over emulated functions; gives those that were "compiled"."""
+    from opfuse.kernels.hopper import grouped_dglu
+    from opfuse.kernels.sm90 import host
+
+    made: list[Any] = []
+
+    def compiled(config: Any, cache: Any) -> Any:
+        known = next((f for f in made if f.config == config), None)
+        if known is None:
+            made.append(known := emulation.Emulated(config))
+        return known
+
+    monkeypatch.setattr(grouped_dglu, "compiled", compiled)
+    monkeypatch.setattr(host, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(host, "_functions", {})
+    monkeypatch.setattr(host, "compile_dglu", lambda config: pytest.fail(f"compiled {config}"))
+    emulation.EXPERTS.clear()
+    yield made

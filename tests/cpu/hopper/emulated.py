@@ -1,0 +1,180 @@
+"""What the compiled Hopper dGLU function does with its arguments, in float64 on the CPU, and what it demands of them.
+
+Stands where the compiled object would: `host.launch` and the adapter run as they are. Like the kernel it writes the
+rows of groups alone (dprob: every row), real scales and no padding, and scribbles over its workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from opfuse.graph_ops import Graph
+from opfuse.graph_ops.ir.dtypes import DataType
+from opfuse.kernels.arch import ARCHES, Arch
+from opfuse.kernels.reference.quantize import quantize_blocks
+from opfuse.kernels.registry import KERNELS
+from opfuse.kernels.sm90 import host
+from opfuse.kernels.sm90.config import DgluConfig, scratch_tensors
+from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
+
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CODES = {"e4m3": DataType.FP8_E4M3, "e5m2": DataType.FP8_E5M2}
+EXPERTS: dict[int, torch.Tensor] = {}
+"""Separate experts by address: nothing here can read memory behind a number."""
+
+
+def gate_columns(layout: str, n: int) -> torch.Tensor:
+    """The columns of gate in C, in order; those of up lie `width` further."""
+    width = {"concatenated": n, "interleaved32": 32, "interleaved1": 1}[layout]
+    return torch.arange(n).view(-1, width).add(torch.arange(n // width)[:, None] * width).flatten()
+
+
+def scale_places(rows: int, blocks: int) -> torch.Tensor:
+    """Where each scale of a (rows, blocks) matrix lies in the 128x4 atom."""
+    r, k = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
+    return (r // 128 * -(-blocks // 4) + k // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + k % 4
+
+
+class Emulated:
+    """The function of one configuration."""
+
+    def __init__(self, config: DgluConfig) -> None:
+        self.config, self.calls = config, 0
+
+    def __call__(
+        self, dy: Any, b: Any, offsets: Any, c: Any, d: Any, prob: Any, alpha: Any, beta: Any, activation: Any,
+        dprob: Any, dbias: Any, amax: Any, q_row: Any, sf_row: Any, q_col: Any, sf_col: Any, workspace: Any,
+        clusters: int,
+    ) -> None:  # fmt: skip
+        f, self.calls = self.config, self.calls + 1
+        m, n2 = c.shape
+        n, experts = n2 // 2, offsets.shape[0]
+        self._demand("dy", dy, (m, None), f.ab_dtype, pitch=8)
+        self._demand("c", c, (m, n2), f.c_dtype, pitch=8)
+        self._demand("d", d, (m, n2), f.d_dtype, pitch=8)
+        self._demand("activation", activation, (m, n), f.activation_dtype, pitch=8)
+        self._demand("dbias", dbias, (experts, n2), f.dbias_dtype)
+        self._demand("amax", amax, (experts, 2), "fp32" if f.has_amax else None)
+        for name, held, rows, wanted in (
+            ("prob", prob, m, f.has_prob), ("dprob", dprob, m, f.has_dprob), ("alpha", alpha, experts, f.has_alpha),
+            ("beta", beta, experts, f.has_beta),
+        ):  # fmt: skip
+            self._demand(name, held, (rows,), "fp32" if wanted else None)
+        assert offsets.dtype is torch.int32 and offsets.is_contiguous()
+        weights = self._weights(b, experts, dy.shape[1], n)
+        self._demand_workspace(workspace, experts, m, n)
+        for side, codes, scales in (("row", q_row, sf_row), ("col", q_col, sf_col)):
+            self._demand_codes(side, codes, scales, m, n)
+        assert clusters == 132 // f.schedule.cluster_size
+
+        total, gate_at = int(offsets[-1]), gate_columns(f.glu_layout, n)
+        both = (gate_at, gate_at + {"concatenated": n, "interleaved32": 32, "interleaved1": 1}[f.glu_layout])
+        dx = torch.zeros(total, n2, dtype=torch.float64)
+        if dprob is not None:
+            dprob[total:] = 0
+        for g, (start, end) in enumerate(self._groups(offsets)):
+            scale = float(alpha[g]) ** f.alpha_exponent if alpha is not None else 1.0
+            r = scale * (dy[start:end].double() @ weights[g].double())
+            x = c[start:end].double() * (float(beta[g]) if beta is not None else 1.0)
+            p = prob[start:end].double()[:, None].numpy() if prob is not None else None
+            made = glu_backward(r.numpy(), x[:, both[0]].numpy(), x[:, both[1]].numpy(), p, f.act, NumpyMath())
+            dgate, dup, term, y = (torch.from_numpy(np.asarray(t)) for t in made)
+            dx[start:end, both[0]], dx[start:end, both[1]] = dgate, dup
+            if d is not None:
+                d[start:end] = dx[start:end].to(d.dtype)
+            if dprob is not None:
+                dprob[start:end] = term.sum(1).float()
+            if activation is not None:
+                activation[start:end] = (y if p is None else y * torch.from_numpy(p)).to(activation.dtype)
+            if dbias is not None:
+                dbias[g] = dx[start:end].sum(0).to(dbias.dtype)
+            if amax is not None:
+                amax[g] = torch.stack([t.abs().max() if t.numel() else torch.zeros(()) for t in (dgate, dup)]).float()
+        self._quantize("row", dx, q_row, sf_row, m)
+        self._quantize("col", dx, q_col, sf_col, m)
+        if workspace is not None:
+            workspace.fill_(0xFF)
+
+    @staticmethod
+    def _groups(offsets: torch.Tensor) -> Iterator[tuple[int, int]]:
+        start = 0
+        for end in offsets.tolist():
+            yield start, end
+            start = end
+
+    @staticmethod
+    def _demand(name: str, held: Any, shape: tuple[int | None, ...], dtype: str | None, pitch: int = 1) -> None:
+        """What the compiled function checks of a tensor: presence, type, shape, contiguous rows, alignment."""
+        assert (held is None) is (dtype is None), f"{name} given {held is not None}, configured {dtype}"
+        if held is None or dtype is None:
+            return
+        assert held.dtype is TORCH[dtype] and held.dim() == len(shape), (name, held.dtype, held.shape)
+        assert all(w is None or s == w for s, w in zip(held.shape, shape)), (name, held.shape, shape)
+        assert held.stride(-1) == 1 or held.numel() <= 1, (name, held.stride())
+        if len(shape) == 2:
+            assert held.stride(0) % pitch == 0, (name, held.stride())
+        assert held.data_ptr() % (16 if pitch > 1 else 4) == 0, name
+
+    def _weights(self, b: Any, experts: int, k: int, n: int) -> list[torch.Tensor]:
+        if self.config.discrete_b:
+            assert b.dtype is torch.int64 and b.shape == (experts,) and b.is_contiguous()
+            return [EXPERTS[address] for address in b.tolist()]
+        assert b.shape == (experts, k, n) and b.dtype is TORCH[self.config.ab_dtype] and b.data_ptr() % 16 == 0
+        contiguous, other = (1, 2) if self.config.b_major == "k" else (2, 1)
+        assert b.stride(contiguous) == 1 and b.stride(other) % 8 == 0 and b.stride(0) % 8 == 0, b.stride()
+        return list(b)
+
+    def _demand_workspace(self, workspace: Any, experts: int, m: int, n: int) -> None:
+        needed = host.workspace_bytes(self.config, experts, m, n)
+        if not scratch_tensors(self.config, 1, 1, 1):
+            assert workspace is None
+            return
+        assert workspace.dtype is torch.uint8 and workspace.dim() == 1 and workspace.numel() >= needed
+        assert workspace.data_ptr() % 128 == 0
+        workspace.fill_(0xFF)
+
+    def _demand_codes(self, side: str, codes: Any, scales: Any, m: int, n: int) -> None:
+        wanted = self.config.q_row_dtype if side == "row" else self.config.q_col_dtype
+        assert (codes is None) is (scales is None) is (wanted is None)
+        if codes is not None:
+            assert codes.dtype is scales.dtype is torch.uint8 and codes.shape == (m, 2 * n)
+            assert codes.stride(1) == 1 and codes.stride(0) % 16 == 0 and codes.data_ptr() % 16 == 0
+            assert scales.is_contiguous() and scales.shape == (host.scale_bytes(self.config, m, n)[side],)
+            assert scales.data_ptr() % 16 == 0
+
+    def _quantize(self, side: str, dx: torch.Tensor, codes: Any, scales: Any, m: int) -> None:
+        if codes is None:
+            return
+        rows, columns = dx.shape
+        kind = CODES[str(self.config.q_row_dtype if side == "row" else self.config.q_col_dtype)]
+        along = dx.float() if side == "row" else dx.float().T.contiguous()
+        made, factors = quantize_blocks(along, 32, kind, DataType.FP8_E8M0)
+        codes[:rows] = made if side == "row" else made.T
+        if self.config.sf_swizzled:
+            blocks = columns // 32 if side == "row" else -(-m // 32)
+            places = scale_places(m if side == "row" else columns, blocks)[: factors.shape[0], : factors.shape[1]]
+            scales[places.flatten()] = factors.flatten()
+        else:
+            matrix = scales.view(-1, columns // 32) if side == "row" else scales.view(-1, columns)
+            real = factors if side == "row" else factors.T
+            matrix[: real.shape[0]] = real
+
+
+class EmulatedGraph(Graph):
+    """A graph that is planned for sm90 with the real kernel table and runs on the CPU."""
+
+    def __init__(self, **options: Any) -> None:
+        kernels = tuple(k for k in KERNELS if k.id.startswith("sm90."))
+        super().__init__(**{"kernels": kernels, **options})
+
+    def _resolve(self, arch: Any, device: Any) -> tuple[Arch, torch.device]:
+        return ARCHES["sm90"], torch.device("cpu")
+
+
+def keep(experts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Makes separate experts known by their addresses."""
+    EXPERTS.update({t.data_ptr(): t for t in experts})
+    return experts
