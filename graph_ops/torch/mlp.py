@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..target import ArchLike
 
 _GLU: OpSpec = OPS["glu"]
+_DEFAULTS = {attribute.name: attribute.default for attribute in _GLU.attributes}
 
 _LAYOUT_KEY = "glu_layout"
 """Where a state_dict's metadata says which layout its weights have."""
@@ -41,8 +42,7 @@ def activation_parameters(act: str, given: Mapping[str, float]) -> tuple[float, 
         raise VariantPackError(
             "ARGUMENT_UNUSED", asked=f"act {act} with {unused}", required=f"parameters of {act}: {list(names)}"
         )
-    values = _GLU.complete({"act": act, **given})
-    return tuple(float(values[name]) for name in names)
+    return tuple(given[name] if name in given else _DEFAULTS[name] for name in names)
 
 
 def grouped_mlp(
@@ -130,6 +130,7 @@ class GroupedMLP(nn.Module):
         self.glu_layout = self.checkpoint_layout if glu_layout is None else as_layout(glu_layout)
         self.act, self.parameters_of_act = act, dict(parameters)
         activation_parameters(act, parameters)
+        _GLU.complete({"act": act, **parameters})  # raises for a value that no graph takes
         self.recipe, self.multiple_of, self.allow_tail, self.save = recipe, multiple_of, allow_tail, save
         made = {"device": device, "dtype": dtype}
         self.w1 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **made))  # type: ignore[arg-type]

@@ -42,7 +42,9 @@ def route(expert: torch.Tensor, num_experts: int, *, multiple_of: int = 1) -> Ro
     index = torch.arange(choices, device=ids.device)
     place = (first - (end - count))[by_expert] + index  # (T * k,): the row of each choice in order of experts
     slot = torch.empty_like(place).index_copy(0, order, place)
-    rows = choices if multiple_of == 1 else -(-(choices + num_experts * (multiple_of - 1)) // multiple_of) * multiple_of
+    rows = choices
+    if multiple_of != 1:  # padding is for experts with a row, of which there are no more than choices
+        rows = -(-(choices + min(choices, num_experts) * (multiple_of - 1)) // multiple_of) * multiple_of
     token = torch.zeros(rows, dtype=torch.int64, device=ids.device).index_copy(0, slot, index // top_k)
     filled = None
     if multiple_of != 1:
@@ -57,7 +59,7 @@ def _copy_to_rows(x: torch.Tensor, token: torch.Tensor, filled: torch.Tensor | N
 
 def _sum_of_choices(y: torch.Tensor, slot: torch.Tensor, top_k: int) -> torch.Tensor:
     """A view and a sum: no two writers meet, so the order of additions is always the same."""
-    return y.index_select(0, slot).view(-1, top_k, y.shape[1]).sum(1)
+    return y.index_select(0, slot).view(slot.shape[0] // top_k, top_k, y.shape[1]).sum(1)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -383,6 +383,8 @@ def test_the_module_explains_its_graphs_for_an_arch_that_is_not_here():
 
 
 def test_the_module_refuses_what_the_function_refuses():
-    with pytest.raises(OpfuseError) as raised:
-        GroupedMLP(2, 32, 64, clamp_max=3.0)
-    assert raised.value.code == "ARGUMENT_UNUSED"
+    for parameters, code in ((dict(clamp_max=3.0), "ARGUMENT_UNUSED"),
+                             (dict(act="geglu", geglu_alpha=-1.0), "ATTRIBUTE_VALUE")):  # fmt: skip
+        with pytest.raises(OpfuseError) as raised:
+            GroupedMLP(2, 32, 64, **parameters)
+        assert raised.value.code == code
