@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ..graph_ops.ir.dtypes import DataType
 from ..graph_ops.ir.nodes.glu import ACTIVATION_PARAMETERS
-from ..graph_ops.ir.tensor import TensorSpec
 from ..kernels.arch import Arch
 from ..kernels.condition import Reason, failures
 from ..kernels.problem import Problem
@@ -45,22 +44,42 @@ class Answer:
 
 
 @dataclass(frozen=True, eq=False)
+class Form:
+    """What the covers of alike matches with the same attachments have in common.
+
+    `labels` name the nodes; the others name values: those that fill roles of the rule, in the order of roles, and those
+    that the kernel reads, writes and keeps to itself. `rounding` and `attributes` are the problem's.
+    """
+
+    labels: tuple[str, ...]
+    placed: tuple[str, ...]
+    read: tuple[str, ...]
+    written: tuple[str, ...]
+    interior: tuple[str, ...]
+    rounding: Mapping[str, DataType]
+    attributes: Mapping[str, Any]
+    known_legal: list[bool] = field(default_factory=list)  # one entry once a cover of the form was looked at
+
+
+@dataclass(frozen=True, eq=False)
 class Cover:
     """The nodes that one kernel would replace, by the part they play, and its problem.
 
-    `read`, `written` and `interior` are the tensors that the kernel reads, writes and keeps to itself.
+    `kind` is equal for matches that are judged alike (see `_kind`).
     """
 
     rule: Rule
-    anchor: int
-    attached: tuple[str, ...]
+    match: Match
+    view: GraphView
+    kind: Any
+    form: Form
     parts: tuple[int, ...]
     roles: Mapping[str, int]
     problem: Problem
-    read: tuple[int, ...]
-    written: tuple[int, ...]
-    interior: tuple[int, ...]
-    view: GraphView
+
+    @property
+    def anchor(self) -> int:
+        return self.parts[0]
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -69,9 +88,18 @@ class Cover:
     @cached_property
     def illegal(self) -> tuple[Reason, ...]:
         """What legality says against it."""
-        return legality.illegalities(
-            self.view, self.parts, read=self.read, written=self.written, interior=self.interior
+        form, values = self.form, self.match.values
+        if form.known_legal and form.known_legal[0]:
+            return ()
+        found = legality.illegalities(
+            self.view,
+            self.parts,
+            read=[values[name] for name in form.read],
+            written=[values[name] for name in form.written],
+            interior=[values[name] for name in form.interior],
         )
+        form.known_legal[:] = [not found]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +119,56 @@ def make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphV
 
 
 def _make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView) -> Cover:
-    graph, values, uses, tensors, roles = view.graph, match.values, view.uses, view.graph.tensors, rule.roles
+    values, tensors = match.values, view.graph.tensors
+    kind = _kind(match, view) if attached == match.attached else make_cover(rule, match, match.attached, view).kind
+    form: Form | None = view.forms.get((kind, attached))
+    if form is None:
+        form = view.forms[kind, attached] = _form(rule, match, attached, view)
+    roles = {name: values[name] for name in form.placed}
+    problem = Problem(
+        rule=rule.id,
+        tensors={name: tensors[uid] for name, uid in roles.items()},
+        attributes=dict(form.attributes),
+        rounding=dict(form.rounding),
+        deterministic=view.graph.deterministic,
+    )
+    parts = tuple([match.nodes[label] for label in form.labels])
+    return Cover(rule, match, view, kind, form, parts, roles, problem)
+
+
+def _kind(match: Match, view: GraphView) -> Any:
+    """All that decides what a match can be covered by and what a kernel says of that: alike matches are judged once.
+
+    Conditions judge a problem by everything but names, uids and source lines, and so do node kinds. Apart from them a
+    cover, whole or smaller, depends on who else reads what the match makes. Where more of the graph would count (a path
+    leaves and comes back, an attachment feeds another, one tensor has two names), a match is like no other.
+    """
+    values, uses = match.values, view.uses
+    inside = tuple(match.nodes.values())
+    if len(set(values.values())) < len(values) or not legality.is_convex(view, inside):
+        return match
+    core_makes = match.pattern.shape(()).made
+    readers = []
+    for name in match.pattern.shape(match.attached).made:
+        if name not in values:
+            readers.append(-1)
+            continue
+        read = uses[values[name]]
+        outside = len([use for use in read if use.node.index not in inside])
+        if outside < len(read) and name not in core_makes:
+            return match
+        readers.append(2 if outside else 1 if read else 0)
+    node_kind = view.graph.structure.node_kind
+    return match.pattern, match.attached, tuple([node_kind[i] for i in inside]), tuple(readers)
+
+
+def _form(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView) -> Form:
+    values, uses, tensors, roles = match.values, view.uses, view.graph.tensors, rule.roles
     shape = match.pattern.shape(attached)
     indices = [match.nodes[part.label] for part in shape.parts]
-    named = {name: values[name] for name in shape.operands if name in values}
-    operands = tuple(named.values())
-    written: list[int] = []
-    interior: list[int] = []
+    read = [name for name in shape.operands if name in values]
+    written: list[str] = []
+    interior: list[str] = []
     rounding: dict[str, DataType] = {}
     for name in shape.made:
         uid = values.get(name)
@@ -113,31 +184,24 @@ def _make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: Graph
                 or any(u.node.index not in indices for u in uses[uid])
             )
         ):
-            named[name] = uid
-            written.append(uid)
+            written.append(name)
             continue
-        interior.append(uid)
+        interior.append(name)
         if uses[uid]:
             rounding[name] = tensors[uid].data_type
-    placed: dict[str, int] = {}
-    specs: dict[str, TensorSpec] = {}
-    for name in roles:
-        if name in named:
-            placed[name] = uid = named[name]
-            specs[name] = tensors[uid]
-    problem = Problem(
-        rule=rule.id,
-        tensors=specs,
-        attributes=dict(_attributes(shape, tuple(view.nodes[i].attributes for i in indices))),
+    named = {*read, *written}
+    return Form(
+        labels=tuple(part.label for part in shape.parts),
+        placed=tuple(name for name in roles if name in named),
+        read=tuple(read),
+        written=tuple(written),
+        interior=tuple(interior),
         rounding=rounding,
-        deterministic=graph.deterministic,
+        attributes=_attributes(shape, [view.nodes[i].attributes for i in indices]),
     )
-    return Cover(rule, indices[0], attached, tuple(indices), placed, problem, operands, tuple(written),
-                 tuple(interior), view)  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def _attributes(shape: Shape, given: tuple[tuple[tuple[str, Any], ...], ...]) -> dict[str, Any]:
+def _attributes(shape: Shape, given: Sequence[tuple[tuple[str, Any], ...]]) -> dict[str, Any]:
     """The attributes of every node under its prefix; parameters that an activation does not read are left out."""
     found: dict[str, Any] = {}
     for part, attributes in zip(shape.parts, given, strict=True):
@@ -162,13 +226,10 @@ def judge(
     if not kernels:
         reasons = (*objections, no_kernel(rule))
         return [], [Verdict(VerdictKind.UNSUPPORTED, rule.id, whole.anchor, whole.nodes, reasons)]
-    kind: Any = None
     candidates: list[Candidate] = []
     verdicts: list[Verdict] = []
     for kernel in kernels:
-        if kind is None:
-            kind = _kind(match, whole)
-        answer = _ask(match, whole, kind, kernel, cover, objections, arch)
+        answer = _ask(match, whole, kernel, cover, objections, arch)
         reasons = objections
         if answer.failing is not None:
             reasons = (*objections, *kernel_failures(answer.failing, whole.problem, arch))
@@ -186,48 +247,23 @@ def judge(
     return candidates, verdicts
 
 
-def _kind(match: Match, whole: Cover) -> Any:
-    """All that decides what a kernel says of the match, so that alike matches are judged once.
-
-    Conditions judge a problem by everything but names, uids and source lines, and so do node kinds. Apart from them a
-    smaller cover depends on who else reads what the match makes. Where more of the graph would count (the whole is
-    illegal, an attachment feeds another, one tensor has two names), the match is of no kind but its own: its cover.
-    """
-    view, values = whole.view, match.values
-    if whole.illegal or len(set(values.values())) < len(values):
-        return whole
-    inside, uses = whole.parts, view.uses
-    core_makes = match.pattern.shape(()).made
-    readers = []
-    for name in match.pattern.shape(match.attached).made:
-        if name not in values:
-            readers.append(-1)
-            continue
-        read = uses[values[name]]
-        outside = len([use for use in read if use.node.index not in inside])
-        if outside < len(read) and name not in core_makes:
-            return whole
-        readers.append(2 if outside else 1 if read else 0)
-    node_kind = view.graph.structure.node_kind
-    return match.pattern, match.attached, tuple([node_kind[i] for i in inside]), tuple(readers)
-
-
 def _ask(
     match: Match,
     whole: Cover,
-    kind: Any,
     kernel: KernelEntry,
     cover: Callable[[tuple[str, ...]], Cover],
     objections: tuple[Reason, ...],
     arch: Arch,
 ) -> Answer:
     """What `kernel` says of the whole match on `arch`. The view keeps it for every match of the same kind."""
-    key = (kind, id(kernel), id(arch))  # both are kept alive by the answer, so that an id stands for one object
+    kind = whole.match if whole.illegal else whole.kind  # what is illegal is told, and compared, by names
+    key = (kind, id(kernel), id(arch))  # the last two are kept alive by the answer, so that an id stands for one object
     kept: Answer | None = whole.view.answers.get(key)
     if kept is None:
         reasons = kernel_failures(kernel, whole.problem, arch)
         codes = {r.code for r in reasons}
-        failing = replace(kernel, conditions=tuple(c for c in kernel.conditions if c.code in codes)) if reasons else None
+        conditions = tuple(c for c in kernel.conditions if c.code in codes)
+        failing = replace(kernel, conditions=conditions) if reasons else None
         against = (*objections, *reasons)
         served = _served(match, kernel, cover, against, arch) if against else []
         kept = whole.view.answers[key] = Answer(kernel, arch, failing, tuple(served))

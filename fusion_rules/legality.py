@@ -132,6 +132,11 @@ def _in_place(view: GraphView, nodes: Sequence[int]) -> list[Reason]:
     ]
 
 
+def is_convex(view: GraphView, nodes: Sequence[int]) -> bool:
+    """Whether no path leaves `nodes` and comes back."""
+    return not _convex(view, frozenset(nodes))
+
+
 def _convex(view: GraphView, inside: frozenset[int]) -> list[Reason]:
     position = view.position
     places = [position[i] for i in inside]

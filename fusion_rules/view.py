@@ -35,6 +35,7 @@ class GraphView:
         self.producers: Mapping[int, Use] = graph.producers
         self.order: Iterable[int] = self._order()
         self.found: dict[tuple[str, int], Any] = {}  # filled by fusion: what each rule matches at each anchor
+        self.forms: dict[tuple[Any, ...], Any] = {}  # filled by candidates: what covers of alike matches share
         self.answers: dict[tuple[Any, ...], Any] = {}  # filled by candidates: what kernels say of each kind of match
         self.costs: dict[Arch, Costs] = {}  # filled by choice
 

@@ -185,7 +185,7 @@ def _ordered_steps(
             producer = producers.get(uid)
             if producer is not None and (source := unit_of[producer.node.index]) != target:
                 edges.append((source, target))
-    if all([source < target for source, target in edges]):
+    if all(source < target for source, target in edges):
         return tuple([step for _, step in units])
     needs: list[set[int]] = [set() for _ in units]
     feeds: list[set[int]] = [set() for _ in units]

@@ -131,7 +131,7 @@ class OpGraph:
         """Whether each node stands after all that it reads, as builders declare them."""
         place_of: dict[int, int] = {uid: use.node.index for uid, use in self.producers.items()}
         return all(
-            node.index == place and all([place_of.get(uid, -1) < place for _, uid in node.inputs])
+            node.index == place and all(place_of.get(uid, -1) < place for _, uid in node.inputs)
             for place, node in enumerate(self.nodes)
         )
 

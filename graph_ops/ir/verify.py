@@ -96,9 +96,7 @@ def _ports(graph: OpGraph, node: Node) -> Iterator[GraphError]:
             if count > 1 or (count == 0 and not port.optional):
                 yield _error("PORT_MISSING", node, f"{kind} {port.name}", f"there {count} times", "there once")
         for name in names:
-            yield _error(
-                "PORT_UNKNOWN", node, f"{kind} {name}", "no such port", f"one of {[p.name for p in ports]}"
-            )
+            yield _error("PORT_UNKNOWN", node, f"{kind} {name}", "no such port", f"one of {[p.name for p in ports]}")
     for _, uid in (*node.inputs, *node.outputs):
         if uid not in graph.tensors:
             yield _error("TENSOR_UNKNOWN", node, f"tensor uid {uid}", "not in the graph", "a tensor of this graph")
@@ -205,9 +203,7 @@ def _inference(graph: OpGraph, node: Node) -> Iterator[GraphError]:
     outputs = graph.outputs_of(node)
     for port in inferred:
         if port not in outputs and node.spec.output(port).optional:
-            yield _error(
-                "PORT_MISSING", node, f"output {port}", "there 0 times", "there once, with these attributes"
-            )
+            yield _error("PORT_MISSING", node, f"output {port}", "there 0 times", "there once, with these attributes")
     for port, tensor in outputs.items():
         if (wanted := inferred.get(port)) is None:
             yield _error(
@@ -237,9 +233,7 @@ def _inference(graph: OpGraph, node: Node) -> Iterator[GraphError]:
                 wanted.scale_layout,
             )
         elif wanted.data_type not in (None, tensor.data_type):
-            yield _error(
-                "OUTPUT_DATA_TYPE", node, f"output {port} = {tensor.name}", tensor.data_type, wanted.data_type
-            )
+            yield _error("OUTPUT_DATA_TYPE", node, f"output {port} = {tensor.name}", tensor.data_type, wanted.data_type)
 
 
 def _layout_text(layout: GluLayout | None) -> str:
