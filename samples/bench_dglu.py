@@ -212,7 +212,8 @@ def measure(shape: dict, split: str, copy: float, rounds: int, compiled) -> dict
         calls[name], schedule = fused_arm(config, inputs, L, M, H, I)
         mode = "ping-pong" if schedule.pingpong else "cooperative"
         row["config"][name] = f"{schedule.tile_m}x{schedule.tile_n} {mode} {schedule.cluster_m}x{schedule.cluster_n}"
-    row["host_us"] = host_microseconds(calls["fused"])
+    if compiled is not None:
+        row["host_us"] = host_microseconds(calls["fused"])
     if compiled is not None:
         plain, quantized = compiled
         calls["compiled"] = lambda: plain(calls["gmm"](), inputs["c"], inputs["prob"])
@@ -261,22 +262,22 @@ def summary(rows: list[dict]) -> str:
     return "geometric means: " + "  ".join(f"{a}/{b} {mean(a, b)}" for a, b in pairs)
 
 
-def chart(rows: list[dict], path: str) -> None:
+def chart(record: dict, path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [r for r in rows if r["split"] == "uniform"]
-    arms = [k for k in ("floor", "fused", "fused_dbias", "fused_q", "quack", "compiled", "compiled_q") if rows[0][k]]
+    rows = [r for r in record["rows"] if r["split"] == "uniform"]
+    arms = [k for k in ("floor", "fused", "fused_dbias", "fused_q", "quack", "compiled", "compiled_q") if any(r[k] for r in rows)]
     figure, axes = plt.subplots(figsize=(12, 4.5))
     width = 0.8 / len(arms)
     for i, arm in enumerate(arms):
-        axes.bar([x + i * width for x in range(len(rows))], [r[arm] / r["gmm"] for r in rows], width, label=arm)
+        axes.bar([x + i * width for x in range(len(rows))], [(r[arm] or 0) / r["gmm"] for r in rows], width, label=arm)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks([x + 0.4 for x in range(len(rows))], [r["name"] for r in rows], rotation=20, ha="right")
     axes.set_ylabel("time / grouped GEMM alone (torch)")
-    axes.set_title(f"Grouped GEMM + dSwiGLU, {torch.cuda.get_device_name()}")
+    axes.set_title(f"Grouped GEMM + dSwiGLU, {record['gpu']}")
     axes.legend(ncols=len(arms), fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -303,8 +304,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", help="where to write the record")
     parser.add_argument("--chart", help="where to write a PNG")
-    parser.add_argument("--no-compiled", action="store_true", help="leave out the torch.compile arms")
+    parser.add_argument("--compiled", help="shapes that get the torch.compile and unfused arms; all by default")
+    parser.add_argument("--redraw", help="draw the chart of this record and measure nothing")
     args = parser.parse_args()
+    if args.redraw:
+        record = json.loads(Path(args.redraw).read_text())
+        print("\n".join(map(line, record["rows"])), summary(record["rows"]), sep="\n")
+        chart(record, args.chart or args.redraw.replace(".json", ".png"))
+        return
     shapes = json.loads((HERE / "shapes.json").read_text())["shapes"]
     if args.shapes:
         shapes = [s for s in shapes if s["name"] in args.shapes.split(",")]
@@ -316,10 +323,10 @@ def main() -> None:
         "dsl": importlib.metadata.version("nvidia-cutlass-dsl"), "source": source_sha256(),
         "date": datetime.date.today().isoformat(), "copy_tb_s": copy / 1e12, "rows": [],
     }  # fmt: skip
-    for shape in shapes:
-        for split in args.splits.split(","):
+    for split in args.splits.split(","):
+        for shape in shapes:
             compiled = None
-            if split == "uniform" and not args.no_compiled:
+            if split == "uniform" and (args.compiled is None or shape["name"] in args.compiled.split(",")):
                 compiled = [torch.compile(f, dynamic=False) for f in (dswiglu, dswiglu_quantized)]
             row = measure(shape, split, copy, args.rounds, compiled)
             record["rows"].append(row)
@@ -332,7 +339,7 @@ def main() -> None:
     print(f"{record['bf16_tflops']:.0f} TFLOP/s bf16, {copy / 1e12:.2f} TB/s copy")
     print(summary(record["rows"]))
     if args.chart:
-        chart(record["rows"], args.chart)
+        chart(record, args.chart)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ CASES: dict[str, DgluConfig] = {
     "codes alone": replace(BASE, d_dtype=None, **ROW_COL, schedule=tune.P96),
     "everything": replace(
         BASE, has_alpha=True, has_beta=True, dbias_dtype="fp32", has_amax=True, activation_dtype="bf16", **ROW_COL,
-        schedule=tune.P96,
+        schedule=tune.P64,
     ),
 }  # fmt: skip
 
