@@ -1,0 +1,94 @@
+"""The same rewriting inside Inductor, on its decomposed graphs.
+
+The models here leave it nothing to generate C++ for, so that these tests need no compiler and take seconds.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from opfuse.graph_ops.torch import OpfusePass
+from opfuse.graph_ops.torch.compile import region_op
+from opfuse.graph_ops.torch.graphs import GRAPHS
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache
+
+L, H, I = 3, 32, 64
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def own_cache():
+    """A cache of compiled code of this test alone."""
+    with fresh_inductor_cache():
+        yield
+
+
+def experts(x, w13, w2, offsets):
+    grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)
+    gate, up = grouped_mm(x, w13.transpose(-2, -1), offs=offsets).chunk(2, dim=-1)
+    return grouped_mm(F.silu(gate) * up, w2.transpose(-2, -1), offs=offsets)
+
+
+def data(rows):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, H, generator=generator).to(BF16).requires_grad_()
+    w13 = (torch.randn(L, 2 * I, H, generator=generator) / H**0.5).to(BF16).requires_grad_()
+    w2 = (torch.randn(L, H, I, generator=generator) / I**0.5).to(BF16).requires_grad_()
+    dy = torch.randn(rows, H, generator=generator).to(BF16)
+    return x, w13, w2, torch.tensor([rows - 2, rows - 2, rows], dtype=torch.int32), dy
+
+
+def step(fn, rows):
+    *leaves, offsets, dy = data(rows)
+    torch._dynamo.mark_dynamic(leaves[0], 0)
+    y = fn(*leaves, offsets)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def test_decomposed_graphs_are_replaced_forward_and_backward_at_every_token_count(seed, assert_close):
+    own = OpfusePass(fuse_rounding=True, replace="raised", arch="sm90")
+    with inductor_config.patch(post_grad_custom_pre_pass=own):
+        fast = torch.compile(experts, backend="inductor", fullgraph=True)
+        for rows in (20, 6, 33):
+            for got, wanted in zip(step(fast, rows), step(experts, rows)):
+                assert_close("gradient", got, wanted, 2e-2)
+    found = [(r.part, r.replaced, [x.rule for x in r.raisings]) for r in own.regions if r.raisings]
+    assert found == [("forward", True, ["raise_glu"]), ("backward", True, ["raise_glu_backward"])]
+
+
+def test_a_graph_from_inductors_cache_runs_without_the_pass_that_made_it(seed):
+    options = {"fuse_rounding": True, "replace": "raised"}
+    with inductor_config.patch(fx_graph_cache=True):
+        first = step(torch.compile(experts, backend="opfuse", fullgraph=True, options=options), 20)
+        torch._dynamo.reset()
+        GRAPHS.clear()
+        region_op._parse.cache_clear()
+        counters.clear()
+        again = step(torch.compile(experts, backend="opfuse", fullgraph=True, options=options), 20)
+        assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0
+        for one, two in zip(first, again):
+            assert torch.equal(one, two), f"seed {seed}"
+        torch._dynamo.reset()
+        counters.clear()
+        other = {**options, "disable": ["quantize_row_col"]}
+        step(torch.compile(experts, backend="opfuse", fullgraph=True, options=other), 20)
+        hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        assert hits == 0, "other options are another key"
+
+
+def test_a_pass_of_the_users_own_runs_too(seed):
+    seen = []
+
+    class Own(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(len(graph.nodes))
+
+        def uuid(self):
+            return "own"
+
+    with inductor_config.patch(post_grad_custom_pre_pass=Own()):
+        step(torch.compile(experts, backend="opfuse", fullgraph=True, options={"replace": "raised"}), 20)
+    assert len(seen) == 2
