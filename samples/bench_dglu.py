@@ -269,7 +269,8 @@ def chart(record: dict, path: str) -> None:
     import matplotlib.pyplot as plt
 
     rows = [r for r in record["rows"] if r["split"] == "uniform"]
-    arms = [k for k in ("floor", "fused", "fused_dbias", "fused_q", "quack", "compiled", "compiled_q") if any(r[k] for r in rows)]
+    wanted = ("floor", "fused", "fused_dbias", "fused_q", "quack", "compiled", "compiled_q")
+    arms = [k for k in wanted if any(r[k] for r in rows)]
     figure, axes = plt.subplots(figsize=(12, 4.5))
     width = 0.8 / len(arms)
     for i, arm in enumerate(arms):

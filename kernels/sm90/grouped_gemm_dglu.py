@@ -6,7 +6,7 @@ Warpgroup 0 feeds, warpgroups 1 and 2 compute. Per CTA (shared memory: operand s
                for an empty stage, expects its bytes and issues the two TMA loads (multicast inside a cluster).
     warp 1     reads the records and loads C chunks by TMA into the ring of the warpgroup that will need them, as soon
                as chunks are free: during that warpgroup's mainloop, and before.
-    warps 2-3  idle.
+    warps 2-3  write zeros to the rows past the last offset, of which there are none as a rule.
     wg 1, 2    ping-pong: they take tiles in turn, and one's epilogue runs under the other's mainloop; a pair of named
                barriers keeps the mainloops in tile order. Cooperative: they share each tile's rows.
 
@@ -171,20 +171,25 @@ class GroupedGemmDglu:
         s_b = storage.b.get_tensor(smem_b.outer, swizzle=smem_b.inner)
         s_c = storage.c.get_tensor(smem_c.outer, swizzle=smem_c.inner)
         k_tiles = (depth + TILE_K - 1) // TILE_K
+        rows = cute.size(c, mode=[0])
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 a, b = (atom_a, coords_a, s_a), (atom_b, coords_b, s_b)
-                self._feed(storage, a, b, descriptors, offsets, k_tiles, columns)
+                self._feed(storage, a, b, descriptors, offsets, rows, k_tiles, columns)
             if warp == 1:
                 self._load_c(storage, atom_c, coords_c, s_c, columns)
+            if warp >= 2:
+                for tensor in (d, activation, q_row, q_col):
+                    if cutlass.const_expr(tensor is not None):
+                        stores.zero_rows(tensor, offsets[cute.size(offsets) - 1], rows, warp - 2, 2)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = cute.arch.make_warp_uniform(warp // 4 - 1)
             epilogue = Epilogue(
                 self.config, storage, group, warp % 4, atom_d, coords_d, s_c, c, d, prob, alpha, beta, activation,
-                dprob_parts, dbias_parts, amax_parts, columns, cute.size(c, mode=[0]), (q_row, sf_row, q_col, sf_col),
+                dprob_parts, dbias_parts, amax_parts, columns, rows, (q_row, sf_row, q_col, sf_col),
             )  # fmt: skip
             self._compute(storage, group, mma_first, mma, s_a, s_b, k_tiles, columns, epilogue)
 
@@ -212,7 +217,7 @@ class GroupedGemmDglu:
             cute.arch.mbarrier_init(field.data_ptr() + i, arrivals)
 
     @cute.jit
-    def _feed(self, storage, a, b, descriptors, offsets: cute.Tensor, k_tiles: Int32, columns: Int32):
+    def _feed(self, storage, a, b, descriptors, offsets: cute.Tensor, rows: Int32, k_tiles: Int32, columns: Int32):
         """Warp 0: one record and one stream of operand stages per tile."""
         s = self.schedule
         atom_a, coords_a, s_a = a
@@ -227,13 +232,13 @@ class GroupedGemmDglu:
         tiles_n = (columns + (s.tile_n * s.cluster_n - 1)) // (s.tile_n * s.cluster_n)
         # Rows of dy that a single cluster reads need not stay in L2.
         policy_a = p.select(tiles_n == 1, Int64(stores.STREAM), Int64(stores.NORMAL))
-        state = (Int32(0), Int32(0), *scheduler.load_window(offsets, Int32(0), experts, s.tile_m, s.cluster_m))
+        state = (Int32(0), Int32(0), *scheduler.load_window(offsets, Int32(0), experts, rows, s.tile_m, s.cluster_m))
         tile = cute.arch.block_idx()[0] // s.cluster_size
         step = cute.arch.grid_dim()[0] // s.cluster_size
         stage, phase, count = Int32(0), Int32(0), Int32(0)
         full, empty = storage.ab_full.data_ptr(), storage.ab_empty.data_ptr()
         found, expert, first, end, inner, m_tiles, m_before, state = scheduler.locate(
-            tile, offsets, experts, tiles_n, state, s.tile_m, s.cluster_m
+            tile, offsets, experts, rows, tiles_n, state, s.tile_m, s.cluster_m
         )
         while found:
             m, n = scheduler.order_in_expert(inner, m_tiles, tiles_n, s.band)
@@ -285,7 +290,7 @@ class GroupedGemmDglu:
             )
             tile += step
             found, expert, first, end, inner, m_tiles, m_before, state = scheduler.locate(
-                tile, offsets, experts, tiles_n, state, s.tile_m, s.cluster_m
+                tile, offsets, experts, rows, tiles_n, state, s.tile_m, s.cluster_m
             )
         for _ in cutlass.range_constexpr(CONSUMERS if s.pingpong else 1):
             self._write_record(storage, count, Int32(0), Int32(0), Int32(0), Int32(scheduler.END), Int32(0))

@@ -130,15 +130,16 @@ def launch(
 ) -> None:
     """Runs one configuration on torch's current stream; allocates nothing, waits for nothing, reads no offset.
 
-    The configuration says which tensors are present. Rows at or past offsets[-1] of d and activation are not written.
+    The configuration says which tensors are present. Rows at or past offsets[-1] of d, activation, dprob and the codes
+    become zero; bytes of the scale buffers that belong to no row are not written.
     Raises UnsupportedConfig on a configuration that is not legal.
     """
     M = c.shape[0]
     if M == 0 or (config.q_col_dtype is not None and M < 32):
         # No expert can own a row: column quantization has groups of whole 32-row blocks.
-        for total in (dbias, amax, dprob):
-            if total is not None:
-                total.zero_()
+        for output in (d, dprob, activation, dbias, amax, q_row, q_col):
+            if output is not None:
+                output.zero_()
         return
     s = config.schedule
     clusters = _multiprocessors(dy.device.index) // s.cluster_size

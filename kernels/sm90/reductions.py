@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 
 from . import primitives as p
 from .config import CHUNK_N, WARPGROUP
-from .scheduler import cluster_tiles_m
+from .scheduler import cluster_tiles_m, rows_of
 
 
 def _fold(values, lane, step_lane: int):
@@ -120,10 +120,10 @@ class Finish:
         elif block < row_blocks + sum_blocks:
             if cutlass.const_expr(dbias is not None):
                 index = block - row_blocks
-                self._columns(offsets, dbias_parts, dbias, shared, index // groups, (index % groups) * 32, thread)
+                self._columns(offsets, dbias_parts, dbias, shared, index // groups, rows, index % groups * 32, thread)
         else:
             if cutlass.const_expr(amax is not None):
-                self._peaks(offsets, amax_parts, amax, shared, block - row_blocks - sum_blocks, thread)
+                self._peaks(offsets, amax_parts, amax, shared, block - row_blocks - sum_blocks, rows, thread)
 
     @cute.jit
     def _rows(self, offsets, parts, dprob, row: Int32, rows: Int32):
@@ -135,13 +135,13 @@ class Finish:
             dprob[row] = total
 
     @cute.jit
-    def _slots(self, offsets, expert: Int32, shared, thread: Int32):
+    def _slots(self, offsets, expert: Int32, rows: Int32, shared, thread: Int32):
         """(first partial slot, slots) of an expert: every thread adds up some experts before it."""
         before = Int32(0)
         for i in cutlass.range((expert + FINISH_THREADS - 1) // FINISH_THREADS):
             e = i * FINISH_THREADS + thread
             if e < expert:
-                before += self._tiles(offsets, e)
+                before += self._tiles(offsets, e, rows)
         words = cute.recast_ptr(shared, dtype=Int32)
         table = cute.make_tensor(words, cute.make_layout(FINISH_THREADS))
         for step in cutlass.range_constexpr(5):
@@ -154,25 +154,22 @@ class Finish:
             total += table[w]
         cute.arch.sync_threads()
         per_tile = self.config.schedule.cluster_m * self.parts_a_slot
-        return total * per_tile, self._tiles(offsets, expert) * per_tile
+        return total * per_tile, self._tiles(offsets, expert, rows) * per_tile
 
     @cute.jit
-    def _tiles(self, offsets, expert: Int32):
-        begin = Int32(0)
-        if expert > 0:
-            begin = offsets[expert - 1]
-        rows = cutlass.max(offsets[expert] - begin, Int32(0))
-        return cluster_tiles_m(rows, self.config.schedule.tile_m, self.config.schedule.cluster_m)
+    def _tiles(self, offsets, expert: Int32, rows: Int32):
+        begin, end = rows_of(offsets, expert, rows)
+        return cluster_tiles_m(end - begin, self.config.schedule.tile_m, self.config.schedule.cluster_m)
 
     @cute.jit
-    def _columns(self, offsets, parts, dbias, shared, expert: Int32, column: Int32, thread: Int32):
+    def _columns(self, offsets, parts, dbias, shared, expert: Int32, rows: Int32, column: Int32, thread: Int32):
         """32 columns of an expert: 8 warps take every eighth slot, then their sums are added in order."""
-        first, slots = self._slots(offsets, expert, shared, thread)
+        first, slots = self._slots(offsets, expert, rows, shared, thread)
         lane, warp = thread % 32, thread // 32
         total = Float32(0.0)
         for i in cutlass.range((slots - warp + 7) // 8):
             slot = first + warp + i * 8
-            if self._written(offsets, expert, slot - first):
+            if self._written(offsets, expert, rows, slot - first):
                 total += parts[slot, column + lane]
         table = cute.make_tensor(shared, cute.make_layout(FINISH_THREADS))
         table[thread] = total
@@ -184,22 +181,20 @@ class Finish:
             dbias[expert, column + lane] = total.to(dbias.element_type)
 
     @cute.jit
-    def _written(self, offsets, expert: Int32, slot: Int32):
+    def _written(self, offsets, expert: Int32, rows: Int32, slot: Int32):
         """Whether the tile of a slot has rows: the last cluster tile of an expert may have CTAs without any."""
-        begin = Int32(0)
-        if expert > 0:
-            begin = offsets[expert - 1]
-        return (slot // self.parts_a_slot) * self.config.schedule.tile_m < offsets[expert] - begin
+        begin, end = rows_of(offsets, expert, rows)
+        return (slot // self.parts_a_slot) * self.config.schedule.tile_m < end - begin
 
     @cute.jit
-    def _peaks(self, offsets, parts, amax, shared, expert: Int32, thread: Int32):
-        first, slots = self._slots(offsets, expert, shared, thread)
+    def _peaks(self, offsets, parts, amax, shared, expert: Int32, rows: Int32, thread: Int32):
+        first, slots = self._slots(offsets, expert, rows, shared, thread)
         tiles = slots // self.parts_a_slot
         width = cute.size(parts, mode=[1])
         peak = Float32(0.0)
         # Even threads take gate, odd ones up: partials alternate.
         for i in cutlass.range(tiles):
-            if self._written(offsets, expert, i * self.parts_a_slot):
+            if self._written(offsets, expert, rows, i * self.parts_a_slot):
                 for j in cutlass.range((width - thread + FINISH_THREADS - 1) // FINISH_THREADS):
                     peak = cute.arch.fmax(peak, parts[first // self.parts_a_slot + i, thread + j * FINISH_THREADS])
         for step in cutlass.range_constexpr(1, 5):

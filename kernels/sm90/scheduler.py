@@ -25,20 +25,25 @@ def cluster_tiles_m(rows, tile_m: int, cluster_m: int):
 
 
 @cute.jit
+def rows_of(offsets: cute.Tensor, expert: Int32, rows: Int32):
+    """(first row, end row) of an expert: inside the tensor whatever the offsets say, and none where they descend."""
+    begin = Int32(0)
+    if expert > 0:
+        begin = cutlass.min(offsets[expert - 1], rows)
+    return begin, cutlass.max(cutlass.min(offsets[expert], rows), begin)
+
+
+@cute.jit
 def load_window(
-    offsets: cute.Tensor, base: Int32, experts: Int32, tile_m: cutlass.Constexpr, cluster_m: cutlass.Constexpr
-):
+    offsets: cute.Tensor, base: Int32, experts: Int32, rows: Int32, tile_m: cutlass.Constexpr,
+    cluster_m: cutlass.Constexpr,
+):  # fmt: skip
     """This lane's expert of the window at `base`: (first row, end row, cluster tiles in M, their inclusive prefix)."""
     lane = cute.arch.lane_idx()
     expert = base + lane
-    begin = Int32(0)
-    end = Int32(0)
+    begin, end = Int32(0), Int32(0)
     if expert < experts:
-        end = offsets[expert]
-        if expert > 0:
-            begin = offsets[expert - 1]
-    # Offsets that do not ascend own no rows.
-    end = cutlass.max(end, begin)
+        begin, end = rows_of(offsets, expert, rows)
     tiles = cluster_tiles_m(end - begin, tile_m, cluster_m)
     prefix = tiles
     for step in cutlass.range_constexpr(5):
@@ -53,6 +58,7 @@ def locate(
     tile: Int32,
     offsets: cute.Tensor,
     experts: Int32,
+    rows: Int32,
     tiles_n: Int32,  # cluster tiles in N
     state,  # (base, tiles in M before the window, begin, end, tiles, prefix)
     tile_m: cutlass.Constexpr,
@@ -67,7 +73,7 @@ def locate(
     while tile >= total * tiles_n and base + 32 < experts:
         base += 32
         before = total
-        begin, end, tiles, prefix = load_window(offsets, base, experts, tile_m, cluster_m)
+        begin, end, tiles, prefix = load_window(offsets, base, experts, rows, tile_m, cluster_m)
         total = before + cute.arch.shuffle_sync(prefix, 31)
     past = cute.arch.vote_ballot_sync((before + prefix) * tiles_n > tile)
     # The first lane whose prefix passes the tile: bits below the lowest set one.

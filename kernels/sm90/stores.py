@@ -106,6 +106,18 @@ def store_rows(base, glu_layout: cutlass.Constexpr, warp: Int32, lane: Int32, te
 
 
 @cute.jit
+def zero_rows(tensor: cute.Tensor, first: Int32, rows: Int32, warp: Int32, warps: cutlass.Constexpr):
+    """Zeros in the rows from `first` on; `warps` warps of every CTA share them, 16 bytes a lane and step."""
+    bytes_a_row = cute.size(tensor, mode=[1]) * (tensor.element_type.width // 8)
+    mine = cute.arch.block_idx()[0] * warps + warp
+    zero = Uint32(0)
+    for row in cutlass.range(cutlass.max(first, Int32(0)) + mine, rows, cute.arch.grid_dim()[0] * warps, unroll=1):
+        base = p.row_address(tensor, row, 0)
+        for at in cutlass.range(cute.arch.lane_idx() * 16, bytes_a_row, 512, unroll=1):
+            p.store_global(base + at, [zero] * 4)
+
+
+@cute.jit
 def load_pair(tensor: cute.Tensor, row: Int32, row_end: Int32, column: Int32):
     """Two neighbouring float32 of a row; zeros past the tile's rows."""
     first, second = Uint32(0), Uint32(0)

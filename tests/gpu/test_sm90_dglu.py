@@ -152,13 +152,32 @@ def test_many_experts_most_empty(experts):
 
 
 def test_all_experts_empty():
-    """C10: no tile at all; sums are zero and nothing is written."""
+    """C10: no tile at all; everything is zero."""
     config = CASES["deterministic"]
     t = harness.make(config, [0] * 5, 128, 128, tail=64)
     host.launch(config, **t)
     torch.cuda.synchronize()
     assert bool((t["dbias"] == 0).all()) and bool((t["amax"] == 0).all()) and bool((t["dprob"] == 0).all())
-    assert bool((t["d"] == harness.POISON).all())
+    assert bool((t["d"] == 0).all())
+
+
+def test_offsets_past_the_rows_write_nothing_outside():
+    """C11: a last offset beyond M; rows that exist come out right, and the memory behind every output stays."""
+    config = CASES["recompute"]
+    t = harness.make(config, [300, 212], 256, 384)
+    guards = {}
+    for name in ("dy", "c", "d", "activation", "dprob", "prob"):
+        x = t[name]
+        whole = torch.full((x.shape[0] + 64, *x.shape[1:]), harness.POISON, dtype=x.dtype, device="cuda")
+        whole[: x.shape[0]] = x
+        guards[name], t[name] = whole[x.shape[0] :], whole[: x.shape[0]]
+    ref = harness.oracle(config, t)
+    t["offsets"][1] = 100_000
+    host.launch(config, **t)
+    torch.cuda.synchronize()
+    assert all(bool((x == harness.POISON).all()) for x in guards.values())
+    assert harness.relative(t["d"], ref["d"]) < 3e-3
+    assert harness.relative(t["activation"], ref["activation"]) < 3e-3
 
 
 def test_no_rows():
