@@ -16,6 +16,7 @@ from .ir.errors import VariantPackError, WorkspaceError
 from .ir.graph import OpGraph
 from .ir.tensor import TensorSpec
 from .overlap import Extent, first_overlap
+from .recall import Call, Recall
 
 Key = Tensor | str | int | None
 KEY_TYPES = (Tensor, str, int)
@@ -112,8 +113,8 @@ def as_tensor(value: Any, spec: TensorSpec) -> torch.Tensor:
 class Binder:
     """Checks variant packs for one graph and device. Holds no buffer between calls.
 
-    The only state is a bounded cache from shapes, strides, types and devices to what they imply, which never holds a
-    pointer or a view, so it cannot go stale; entries are immutable and written whole, so threads may share it.
+    The only state are two bounded caches: what shapes, strides, types and devices imply, and `recall`, the signatures
+    of whole calls. Neither holds a tensor; entries are immutable and written whole, so threads may share them.
     """
 
     CACHE_LIMIT = 256
@@ -153,6 +154,7 @@ class Binder:
         }
         self._promises = tuple((s.uid, s.multiple_of) for s in self.inputs if s.multiple_of != 1)
         self._seen: dict[tuple[Any, ...], Resolved] = {}
+        self.recall = Recall()
 
     # ------------------------------------------------------------------ keys
 
@@ -274,8 +276,7 @@ class Binder:
                 self._seen.clear()
             self._seen[key] = resolved
         extents = self._check_memory(buffers, resolved)
-        if self.device.type == "cpu":
-            self._check_values(buffers, resolved.bindings)
+        self.check_values(buffers, resolved.bindings)
         return Bound(buffers, resolved.bindings, extents)
 
     def _resolve(self, buffers: Mapping[int, Buffer]) -> Resolved:
@@ -401,8 +402,15 @@ class Binder:
                 "call the graph under torch.inference_mode() too",
             )
 
-    def _check_values(self, buffers: Mapping[int, Buffer], bindings: Mapping[str, int]) -> None:
+    def remember(self, pack: Mapping[Any, Any], workspace: Any, bound: Bound, choice: int) -> None:
+        """Lets `recall` know a call that passed; not one into inference tensors, which another mode would refuse."""
+        written = [uid for uid in bound.buffers if self._access[uid][0]]
+        self.recall.keep(pack, workspace, bound.buffers, written, Call(bound.bindings, choice))
+
+    def check_values(self, buffers: Mapping[int, Buffer], bindings: Mapping[str, int]) -> None:
         """Values on the CPU, where looking is free: promised multiples; end offsets that grow from 0 to at most M."""
+        if self.device.type != "cpu":
+            return
         for uid, multiple in self._promises:
             promised = buffers[uid]
             assert isinstance(promised, torch.Tensor)

@@ -7,7 +7,7 @@ may), synchronises nothing, and keeps no buffer, view or pointer after it return
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,14 +85,15 @@ class FusedStep:
     accumulates: bool
 
     def run(self, buffers: Mapping[int, Any], scratch: torch.Tensor | None, bindings: Mapping[str, int]) -> None:
-        if evaluate(self.rows.dim[0], bindings) == 0:
-            if not self.accumulates:
-                for uid in self.outputs:
-                    zero(buffers[uid])
-            return
         for uid in self.zeroed:
             zero(buffers[uid])
         self.kernel.run({role: buffers[uid] for role, uid in self.roles}, scratch, bindings)
+
+    def skip(self, buffers: Mapping[int, Any]) -> None:
+        """What is left to do where there is no row to launch for."""
+        if not self.accumulates:
+            for uid in self.outputs:
+                zero(buffers[uid])
 
 
 RunnableStep = UnfusedStep | FusedStep
@@ -129,10 +130,14 @@ def allocate(spec: TensorSpec, bindings: Mapping[str, int], device: torch.device
 
 @dataclass(frozen=True)
 class Placement:
-    """Where all lies in a workspace at some symbol values: `views` has uid, first byte, end, type, shape, stride."""
+    """Where all lies in a workspace at some symbol values: `views` has uid, first byte, end, type, shape, stride.
+
+    `idle` are the fused steps, by place, that have no row there.
+    """
 
     views: tuple[tuple[int, int, int, torch.dtype, tuple[int, ...], tuple[int, ...]], ...]
     scratch: tuple[int, int]
+    idle: Collection[int]
 
     @property
     def nbytes(self) -> int:
@@ -166,38 +171,57 @@ class Executable:
         return allocate(spec, bindings, self.device, zeroed=spec.uid in self.partly_written)
 
     def run(self, bound: Bound, workspace: torch.Tensor | None) -> None:
-        """Runs every step on torch's current stream. `bound` and `workspace` have passed every check.
+        """`launch` of a checked variant pack."""
+        self.launch(bound.buffers, bound.bindings, workspace)
+
+    def launch(self, given: Mapping[int, Any], bindings: Mapping[str, int], workspace: torch.Tensor | None) -> None:
+        """Runs every step on torch's current stream. Buffers and workspace have passed every check.
 
         Raises StateError("NOT_CAPTURABLE") before anything is launched, where a CUDA graph is being captured and a step
         cannot be part of one.
         """
-        with torch.no_grad(), self._current_device():
-            if self.not_capturable and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise StateError(
-                    "NOT_CAPTURABLE",
-                    asked=f"execute of graph {self.plan.graph.name} in CUDA graph capture",
-                    seen="; ".join(self.not_capturable),
-                    required="steps that run without the host",
-                    hint="explain() lists them; run outside capture",
-                )
-            buffers: dict[int, Any] = dict(bound.buffers)
-            placement = self.placement(bound.bindings)
-            scratch = None
-            if placement.views or placement.nbytes:
-                if workspace is not None and placement.nbytes:
-                    memory = workspace.view(-1).view(torch.uint8)
-                else:  # no rows, so nothing to hold
-                    memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+        if torch.is_grad_enabled() or not self._is_current():
+            with torch.no_grad(), self._current_device():
+                self._launch(given, bindings, workspace)
+        else:
+            self._launch(given, bindings, workspace)
+
+    def _launch(self, given: Mapping[int, Any], bindings: Mapping[str, int], workspace: torch.Tensor | None) -> None:
+        if self.not_capturable and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "NOT_CAPTURABLE",
+                asked=f"execute of graph {self.plan.graph.name} in CUDA graph capture",
+                seen="; ".join(self.not_capturable),
+                required="steps that run without the host",
+                hint="explain() lists them; run outside capture",
+            )
+        buffers: Mapping[int, Any] = given
+        placement = self.placement(bindings)
+        scratch = None
+        if placement.views or placement.nbytes:
+            if workspace is None or not placement.nbytes:  # no rows, so nothing to hold
+                memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+            elif workspace.dtype is torch.uint8 and workspace.dim() == 1:
+                memory = workspace
+            else:
+                memory = workspace.view(-1).view(torch.uint8)
+            if placement.views:
+                held: dict[int, Any] = dict(given)
                 for uid, start, end, dtype, shape, stride in placement.views:
-                    buffers[uid] = memory[start:end].view(dtype).as_strided(shape, stride)
-                first, last = placement.scratch
-                scratch = memory[first:last] if last > first else None
-            for step in self.steps:
-                step.run(buffers, scratch, bound.bindings)
+                    held[uid] = memory[start:end].view(dtype).as_strided(shape, stride)
+                buffers = held
+            first, last = placement.scratch
+            scratch = memory[first:last] if last > first else None
+        for place, step in enumerate(self.steps):
+            if place in placement.idle:
+                assert isinstance(step, FusedStep)
+                step.skip(buffers)
+            else:
+                step.run(buffers, scratch, bindings)
 
     def placement(self, bindings: Mapping[str, int]) -> Placement:
         """The layout of the workspace at these symbol values."""
-        key = tuple(bindings[name] for name in self.symbols)
+        key = tuple([bindings[name] for name in self.symbols])
         placement = self._placements.get(key)
         if placement is None:
             placement = self._place(bindings)
@@ -216,10 +240,17 @@ class Executable:
             views.append((spec.uid, start, start + stored_bytes(shape, stride, dtype), dtype, shape, stride))
         first = self.plan.workspace.nbytes(bindings)
         needs = [aligned(s.kernel.workspace_bytes(bindings)) for s in self.steps if isinstance(s, FusedStep)]
-        return Placement(tuple(views), (first, first + max(needs, default=0)))
+        idle = [
+            place for place, step in enumerate(self.steps)
+            if isinstance(step, FusedStep) and evaluate(step.rows.dim[0], bindings) == 0
+        ]  # fmt: skip
+        return Placement(tuple(views), (first, first + max(needs, default=0)), frozenset(idle))
+
+    def _is_current(self) -> bool:
+        return self.device.type != "cuda" or torch.cuda.current_device() == self.device.index
 
     def _current_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return nullcontext() if self._is_current() else torch.cuda.device(self.device)
 
 
 def compile_plan(plan: Plan, device: torch.device, *, kernels: Sequence[KernelEntry] = KERNELS) -> Executable:

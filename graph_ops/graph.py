@@ -237,12 +237,11 @@ class Graph(GraphBuilder):
         before anything is launched.
         """
         plans, binder = self._ensure_built()
-        bound = binder.bind(binder.collect(variant_pack, outputs_required=True))
-        executable = plans.executable(plans.choice(bound.bindings))
-        binder.check_workspace(workspace, executable.workspace_bytes(bound.bindings), bound.extents)
+        index, bindings, buffers = plans.accept(binder, variant_pack, workspace, outputs_required=True)
+        executable = plans.executable(index)
         with self._stream(handle, binder):
-            executable.run(bound, workspace)
-        execute_log.debug("%s: ran plan %s with %s", self.name, executable.plan.name, bound.bindings)
+            executable.launch(buffers, bindings, workspace)
+        execute_log.debug("%s: ran plan %s with %s", self.name, executable.plan.name, bindings)
 
     def __call__(self, variant_pack: Mapping[Any, Any]) -> Outputs:
         """Runs the graph on the inputs given and returns its outputs, allocating those that are not given.
@@ -253,20 +252,19 @@ class Graph(GraphBuilder):
         import torch
 
         plans, binder = self._ensure_built()
-        given = binder.collect(variant_pack, outputs_required=False)
-        bound = binder.bind(given)
-        executable = plans.executable(plans.choice(bound.bindings))
+        index, bindings, buffers = plans.accept(binder, variant_pack, None, outputs_required=False)
+        executable = plans.executable(index)
         outputs: dict[int, torch.Tensor] = {}
         for spec in binder.outputs:
-            held = given.get(spec.uid)
+            held = buffers.get(spec.uid)
             if held is None:
-                held = executable.allocate_output(spec, bound.bindings)
+                held = executable.allocate_output(spec, bindings)
             assert isinstance(held, torch.Tensor)
             outputs[spec.uid] = held
-        nbytes = executable.workspace_bytes(bound.bindings)
+        nbytes = executable.workspace_bytes(bindings)
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=binder.device) if nbytes else None
-        executable.run(bound.with_buffers(outputs), workspace)
-        execute_log.debug("%s: ran plan %s with %s", self.name, executable.plan.name, bound.bindings)
+        executable.launch({**buffers, **outputs}, bindings, workspace)
+        execute_log.debug("%s: ran plan %s with %s", self.name, executable.plan.name, bindings)
         return Outputs(outputs, binder.output_names)
 
     # ------------------------------------------------------------------ plans: listing and selection

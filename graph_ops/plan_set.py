@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..kernels.registry import KernelEntry
 from .ir.errors import GraphNotSupportedError, StateError
@@ -18,7 +18,7 @@ from .target import Target
 if TYPE_CHECKING:
     import torch
 
-    from .buffers import Binder
+    from .buffers import Binder, Buffer
     from .executor import Executable
     from .tuning import Progress, TuningRecord
 
@@ -156,6 +156,29 @@ class PlanSet:
         if self.record is not None and (name := self.record.winner(self._device, bindings)) is not None:
             return self._index_of(name)
         return self._chosen
+
+    def accept(
+        self, binder: Binder, pack: Mapping[Any, Any], workspace: torch.Tensor | None, *, outputs_required: bool
+    ) -> tuple[int, Mapping[str, int], Mapping[int, Buffer]]:
+        """Checks a variant pack (and the workspace, where outputs are required): the plan to run, the symbols' values
+        and the buffers by uid. Raises VariantPackError or WorkspaceError.
+
+        What passed once is not checked again, but for the values of offsets on the CPU.
+        """
+        place = workspace if outputs_required else "its own"
+        found = binder.recall.find(pack, place)
+        if found is not None:
+            call, tensors = found
+            if self.choice(call.bindings) == call.choice:
+                binder.check_values(tensors, call.bindings)
+                return call.choice, call.bindings, tensors
+        bound = binder.bind(binder.collect(pack, outputs_required=outputs_required))
+        index = self.choice(bound.bindings)
+        if outputs_required:
+            nbytes = self.executable(index).workspace_bytes(bound.bindings)
+            binder.check_workspace(workspace, nbytes, bound.extents)
+        binder.remember(pack, place, bound, index)
+        return index, bound.bindings, bound.buffers
 
     def executable(self, index: int) -> Executable:
         """The plan of that index, built. Raises GraphNotSupportedError("BUILD_DECLINED") where it does not build."""

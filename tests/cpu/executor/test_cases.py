@@ -174,6 +174,7 @@ def test_c65_a_step_that_needs_the_host_refuses_capture_before_launch(
     assert [s.capturable for s in plan.steps] == [False] and plan.steps[0].capture_reason
     executable = dataclasses.replace(compile_plan(plan, CPU), device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     y = tools.poison(torch.empty(6, 32, dtype=torch.bfloat16))
     uids = {t.name: t.uid for t in plan.graph.tensors.values()}
     buffers: dict[int, Any] = {
@@ -455,10 +456,10 @@ def test_c115_what_a_machine_can_run_is_asked_of_the_plan(tools: Any) -> None:
 def test_importing_is_light() -> None:
     script = """
         import sys, time
-        start = time.perf_counter()
+        start = time.process_time()  # the processor's time, whoever else the machine serves
         from opfuse.graph_ops import Graph
         Graph().symbol("M")
-        print(time.perf_counter() - start)
+        print(time.process_time() - start)
         heavy = [m for m in ("torch", "cutlass", "cudnn", "cuda", "networkx", "numpy") if m in sys.modules]
         assert not heavy, heavy
     """
