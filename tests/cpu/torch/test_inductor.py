@@ -90,5 +90,10 @@ def test_a_pass_of_the_users_own_runs_too(seed):
             return "own"
 
     with inductor_config.patch(post_grad_custom_pre_pass=Own()):
-        step(torch.compile(experts, backend="opfuse", fullgraph=True, options={"replace": "raised"}), 20)
+        step(
+            torch.compile(
+                experts, backend="opfuse", fullgraph=True, options={"replace": "raised", "fuse_rounding": True}
+            ),
+            20,
+        )
     assert len(seen) == 2

@@ -1,0 +1,278 @@
+"""Expert parallelism on torch.distributed: every rank has its tokens and its share of the experts.
+
+The bytes of a text are the tokens. A router, the same on all ranks, sends each token to its experts, wherever they are:
+an all-to-all carries rows and their weights there, opfuse runs the experts, and another all-to-all carries the results
+back. Each rank then checks its outputs and gradients, the router's among them, against plain torch on one process, with
+three kinds of routing: as the router says, nearly all to one expert, and nothing at all to the last rank's experts.
+Exits with 1 if a check fails.
+
+    torchrun --standalone --nproc-per-node 2 samples/expert_parallel.py [FILE] [--tokens 512] [--device cuda]
+
+How many rows each rank gets is known on the devices only, and an all-to-all of uneven parts wants to know it on the
+host: one read of W counts a layer and step. The experts themselves read nothing there.
+
+Axis letters: W ranks, T tokens of a rank, k experts a token, L experts of all ranks, E of one, R rows that a rank
+receives, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from moe_data import read_text
+from opfuse.graph_ops.torch import GroupedMLP
+from opfuse.graph_ops.torch.routing import combine, dispatch, route
+from torch import nn
+
+TOP_K = 2
+ROUTINGS = ("as the router says", "nearly all to one expert", "nothing to the last rank")
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""Difference from plain torch in float64, relative to the norm of each output or gradient."""
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to other ranks: `sent[i]` of them to rank i. Its derivative sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        ctx.splits = sent, received
+        return exchange(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent, received = ctx.splits
+        return exchange(gradient.contiguous(), received, sent), None, None
+
+
+def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    """(sum of sent, ...) -> (sum of received, ...), in the order of ranks."""
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent)
+    return out
+
+
+class ExpertParallelMLP(nn.Module):
+    """A router that every rank has, and this rank's experts."""
+
+    def __init__(self, hidden: int, intermediate: int, experts: int, **made: Any) -> None:
+        super().__init__()
+        self.experts, self.local = experts, experts // dist.get_world_size()
+        self.router = nn.Linear(hidden, experts, bias=False, **made)
+        self.mlp = GroupedMLP(self.local, hidden, intermediate, **made)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """(T, H) -> (T, H). `bias` (L,) is added to the logits, to force a routing."""
+        weight, expert = choose(self.router(x), bias)  # (T, k), (T, k)
+        outgoing = route(expert, self.experts)  # rows ordered by expert, so by rank
+        rows = dispatch(x, outgoing)  # (T * k, H)
+        probs = weight.flatten().new_zeros(rows.shape[0]).index_copy(0, outgoing.slot, weight.flatten())  # (T * k,)
+
+        counts = outgoing.tokens_per_expert.view(-1, self.local)  # (W, E): what goes to each expert of each rank
+        arriving = torch.empty_like(counts)  # (W, E): what comes from each rank for each expert of this one
+        dist.all_to_all_single(arriving, counts.contiguous())
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # the one read on the host
+
+        rows = _AllToAll.apply(rows, sent, received)  # (R, H)
+        probs = _AllToAll.apply(probs, sent, received)  # (R,)
+        y = self.run_experts(rows, probs, arriving)  # (R, H)
+        return combine(_AllToAll.apply(y, received, sent), outgoing)  # (T, H)
+
+    def run_experts(self, rows: torch.Tensor, probs: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        """(R, H), (R,) ordered by rank, then expert -> (R, H) in the same order."""
+        ids = torch.arange(self.local, device=rows.device).repeat(arriving.shape[0])  # (W * E,)
+        expert = ids.repeat_interleave(arriving.flatten(), output_size=rows.shape[0])  # (R,)
+        order = route(expert[:, None], self.local)
+        grouped = probs.new_zeros(rows.shape[0]).index_copy(0, order.slot, probs)  # (R,)
+        y, _ = self.mlp(dispatch(rows, order), order.tokens_per_expert, grouped)
+        return combine(y, order)
+
+
+def choose(logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, L) -> the best k experts of each token and their weights, which sum to 1."""
+    best, expert = (logits.float() + bias).softmax(-1).topk(TOP_K)
+    return best / best.sum(-1, keepdim=True), expert
+
+
+def routing_bias(routing: str, experts: int, local: int, device: torch.device) -> torch.Tensor:
+    """(L,): what is added to the logits."""
+    bias = torch.zeros(experts, device=device)
+    if routing == "nearly all to one expert":
+        bias[0] = 8.0
+    if routing == "nothing to the last rank":
+        bias[experts - local :] = -1e9
+    return bias
+
+
+@dataclass
+class Step:
+    """What one step gives: the outputs of this rank's tokens and the gradients of what it holds."""
+
+    y: torch.Tensor  # (T, H)
+    dx: torch.Tensor  # (T, H)
+    dw1: torch.Tensor  # (E, 2I, H)
+    dw2: torch.Tensor  # (E, H, I)
+    drouter: torch.Tensor  # (L, H), summed over the ranks
+
+
+def run_step(model: ExpertParallelMLP, x: torch.Tensor, dy: torch.Tensor, bias: torch.Tensor) -> Step:
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    y = model(x, bias)
+    y.backward(dy)
+    dx, dw1, dw2, drouter = x.grad, model.mlp.w1.grad, model.mlp.w2.grad, model.router.weight.grad
+    assert dx is not None and drouter is not None
+    assert dw1 is not None and dw2 is not None, "a rank without rows still has gradients, or others would wait for it"
+    dist.all_reduce(drouter)
+    return Step(y.detach(), dx, dw1, dw2, drouter)
+
+
+def reference(model: ExpertParallelMLP, x: torch.Tensor, dy: torch.Tensor, bias: torch.Tensor) -> Step:
+    """The same by plain torch in float64 on one process: all tokens, all experts, this rank's part of the result."""
+    rank, tokens, local = dist.get_rank(), x.shape[0], model.local
+    all_x, all_dy, w1, w2 = (gather(t.detach()).double() for t in (x, dy, model.mlp.w1, model.mlp.w2))
+    router = model.router.weight.detach().double()
+    for leaf in (all_x, w1, w2, router):
+        leaf.requires_grad_()
+    expert = choose(model.router(all_x.detach().to(x.dtype)), bias)[1]  # the choice itself, in the model's type
+    probs = (all_x @ router.T + bias).softmax(-1).gather(1, expert)
+    probs = probs / probs.sum(-1, keepdim=True)
+    y = torch.zeros_like(all_x)
+    for e in range(model.experts):
+        token, place = (expert == e).nonzero(as_tuple=True)
+        gate, up = (all_x[token] @ w1[e].T).chunk(2, -1)
+        y = y.index_add(0, token, (gate * gate.sigmoid() * up * probs[token, place, None]) @ w2[e].T)
+    y.backward(all_dy)
+    mine, held = slice(rank * tokens, (rank + 1) * tokens), slice(rank * local, (rank + 1) * local)
+    assert all_x.grad is not None and w1.grad is not None and w2.grad is not None and router.grad is not None
+    return Step(y.detach()[mine], all_x.grad[mine], w1.grad[held], w2.grad[held], router.grad)
+
+
+def gather(t: torch.Tensor) -> torch.Tensor:
+    """The parts of all ranks, side by side along the first axis."""
+    parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, t.contiguous())
+    return torch.cat(parts)
+
+
+def compare(got: Step, wanted: Step, bound: float) -> tuple[float, list[str]]:
+    """The largest relative difference, and a line for each that is out of bounds."""
+    largest, failures = 0.0, []
+    for name in ("y", "dx", "dw1", "dw2", "drouter"):
+        a, b = getattr(got, name).double(), getattr(wanted, name)
+        size = float(b.norm())
+        difference = float((a - b).norm()) / (size or 1.0)
+        largest = max(largest, difference)
+        if not difference <= bound:
+            failures.append(
+                f"{name} on rank {dist.get_rank()}: relative difference {difference:.1e}, bound {bound:.0e}"
+            )
+    return largest, failures
+
+
+def main() -> int:
+    options = arguments()
+    with process_group(options.device) as device:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if options.experts % world or options.experts // world < TOP_K:
+            print(f"{options.experts} experts on {world} ranks: give each rank the same number, at least {TOP_K}",
+                  file=sys.stderr)  # fmt: skip
+            return 2
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.data_type]
+        torch.manual_seed(options.seed)
+        embedding = nn.Embedding(256, options.hidden)
+        router = torch.randn(options.experts, options.hidden) * options.hidden**-0.5
+        torch.manual_seed(options.seed + 1 + rank)
+        model = ExpertParallelMLP(options.hidden, options.intermediate, options.experts, device=device, dtype=dtype)
+        with torch.no_grad():
+            model.router.weight.copy_(router)
+        text = torch.tensor(list(read_text(options.file)))
+        ids = text[(torch.arange(options.tokens) + rank * options.tokens) % len(text)]  # other text on each rank
+        x = embedding(ids).detach().to(device, dtype)  # (T, H)
+        dy = torch.randn(options.tokens, options.hidden).to(device, dtype)
+
+        failures: list[str] = []
+        for routing in ROUTINGS if world > 1 else ROUTINGS[:2]:  # a rank alone is the last one too
+            bias = routing_bias(routing, options.experts, model.local, device)
+            step = run_step(model, x, dy, bias)
+            largest, found = compare(step, reference(model, x, dy, bias), BOUNDS[dtype])
+            rows = gather(received_rows(model, x, bias))
+            seconds = time_steps(model, x, dy, bias, options.repeats)
+            if rank == 0:
+                print(f"{routing}: rows per rank {rows.tolist()}, largest relative difference {largest:.1e} "
+                      f"(bound {BOUNDS[dtype]:.0e}), {world * options.tokens / seconds:,.0f} tokens/s")  # fmt: skip
+            failures += [f"{routing}: {failure}" for failure in found]
+        for failure in failures:
+            print(f"FAILED: {failure}", file=sys.stderr)
+        total = torch.tensor([len(failures)], device=device)
+        dist.all_reduce(total)
+        if rank == 0:
+            print(f"{int(total)} checks failed" if int(total) else "all checks passed")
+        return 1 if int(total) else 0
+
+
+def received_rows(model: ExpertParallelMLP, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """(1,): the rows that this rank's experts get."""
+    with torch.no_grad():
+        counts = route(choose(model.router(x), bias)[1], model.experts).tokens_per_expert
+    dist.all_reduce(counts)
+    return counts.view(-1, model.local).sum(1)[dist.get_rank()][None]
+
+
+def time_steps(model: ExpertParallelMLP, x: torch.Tensor, dy: torch.Tensor, bias: torch.Tensor, repeats: int) -> float:
+    """Seconds of one step, forward and backward, all ranks together."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run_step(model, x, dy, bias)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+    return (time.perf_counter() - start) / repeats
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[torch.device]:
+    """The ranks that torchrun started, or this process alone; NCCL on GPUs, gloo elsewhere."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    chosen = torch.device(device, int(os.environ.get("LOCAL_RANK", 0))) if device == "cuda" else torch.device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    else:
+        torch.set_num_threads(1)  # ranks share the machine
+    with tempfile.TemporaryDirectory() as folder:
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield chosen
+        finally:
+            dist.destroy_process_group()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", help="text to route; by default the help texts that come with Python")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each rank")
+    parser.add_argument("--experts", type=int, default=8, help="experts of all ranks together")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--intermediate", type=int, default=96)
+    parser.add_argument("--data-type", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=3, help="steps to time")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
