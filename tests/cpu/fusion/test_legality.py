@@ -99,7 +99,7 @@ def test_convex_groups_may_wait_for_each_other():
     assert legality.cyclic_groups(view, [[0, 1], [2, 3]]) == []
 
 
-def test_fusions_that_wait_for_each_other_are_not_both_chosen():
+def waiting_pairs() -> Parts:
     """Two quantize_row_col pairs: the columns of each scale by a number taken from the rows of the other."""
     p = Parts()
     g = p.g
@@ -110,7 +110,11 @@ def test_fusions_that_wait_for_each_other_are_not_both_chosen():
         q, sf = rows[1 - i]
         norm = g.mul(g.reduction(g.block_scale_dequantize(q, sf), "AMAX", (0, 1)), ones)
         fg.quantize(p, x, 0, norm_const=norm)
-    report = plan(p.freeze())
+    return p
+
+
+def test_fusions_that_wait_for_each_other_are_not_both_chosen():
+    report = plan(waiting_pairs().freeze())
     assert len(report.matches) == 1
     lost = [v for v in report.verdicts if v.kind is VerdictKind.NOT_CHOSEN]
     assert [r.code for v in lost for r in v.reasons] == ["CONTRACTION_CYCLE"]
