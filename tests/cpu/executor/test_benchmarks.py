@@ -39,6 +39,22 @@ def _layers(count: int) -> OpGraph:
     return graph.operation_graph()
 
 
+def _blocks(count: int) -> OpGraph:
+    """`count` dGLU blocks of five nodes with operands of their own: for each, sm100 tries every set of attachments."""
+    graph = Graph(name="blocks", arch="sm100")
+    m, hidden, inter, experts = graph.symbol("M", multiple_of=256), 256, 128, 4
+    offsets = graph.tensor("offs", (experts,), data_type=DataType.INT32, multiple_of=256)
+    for _ in range(count):
+        dy, h = graph.tensor("", (m, hidden)), graph.tensor("", (m, 2 * inter), glu_layout=GluLayout.interleaved(32))
+        w2 = graph.tensor("", (experts, hidden, inter), (inter * hidden, 1, hidden))
+        dh, dprob = graph.glu_backward(graph.grouped_matmul(dy, w2, offsets), h, act="swiglu")
+        codes = [t for axis in (1, 0) for t in graph.block_scale_quantize(
+            dh, block_size=32, axis=axis, data_type=DataType.FP8_E4M3)]  # fmt: skip
+        for t in (*codes, dprob, graph.group_sum(dh, offsets)):
+            t.set_output(True)
+    return graph.operation_graph()
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_plan_five_nodes(benchmark: Any, tools: Any, fused: bool) -> None:
     graph = Graph(arch="sm90")
@@ -58,6 +74,27 @@ def test_plan_many_nodes(benchmark: Any, tools: Any, size: str) -> None:
         lambda g: make_plan(g, ARCHES["sm90"], kernels=tools.STAND_INS), setup=lambda: _cold(op_graph), rounds=3
     )
     assert len(plan.graph.nodes) == 5 * LAYERS[size] and len(plan.fused_steps) == LAYERS[size]
+
+
+@pytest.mark.parametrize("size", LAYERS)
+def test_plan_many_blocks(benchmark: Any, size: str) -> None:
+    op_graph = _blocks(LAYERS[size])
+    plan = benchmark.pedantic(lambda g: make_plan(g, ARCHES["sm100"]), setup=lambda: _cold(op_graph), rounds=3)
+    assert len(plan.graph.nodes) == 5 * LAYERS[size] and len(plan.fused_steps) == LAYERS[size]
+
+
+def test_accept_a_variant_pack_again(benchmark: Any, tools: Any) -> None:
+    graph = tools.EmulatedGraph()
+    tools.declare_dglu(graph)
+    op_graph = graph.operation_graph()
+    graph.build()
+    binder, plans = graph._binder, graph._plan_set
+    assert binder is not None and plans is not None
+    pack = {**tools.random_pack(op_graph, 256, seed=0), **tools.poisoned_outputs(op_graph, 256)}
+    workspace = torch.empty(graph.get_workspace_size({"M": 256}), dtype=torch.uint8)
+    graph.execute(pack, workspace)
+    _, bindings, buffers = benchmark(lambda: plans.accept(binder, pack, workspace, outputs_required=True))
+    assert bindings == {"M": 256} and len(buffers) == len(pack) and binder.recall.find(pack, workspace) is not None
 
 
 def test_check_a_variant_pack(benchmark: Any, tools: Any) -> None:
