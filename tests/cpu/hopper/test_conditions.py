@@ -192,7 +192,7 @@ SERVED: dict[str, Options] = {
     "columns in codes": dict(roles=("q_col",)),
     "both in codes": BOTH,
     "codes alone": dict(BOTH, without=("d", "dprob")),
-    "E5M2": dict(BOTH, changes={"q_row": dict(data_type=DataType.FP8_E5M2), "q_col": dict(data_type=DataType.FP8_E5M2)}),
+    "E5M2": dict(BOTH, changes={q: dict(data_type=DataType.FP8_E5M2) for q in ("q_row", "q_col")}),
     "plain row scales of any groups": dict(roles=("q_row",), swizzled=False, changes={"offsets": dict(multiple_of=1)}),
     "plain column scales of 32": dict(roles=("q_col",), swizzled=False, changes={"offsets": dict(multiple_of=32)}),
     "everything": dict(BOTH | dict(roles=("q_row", "q_col", "alpha", "beta", "prob", "activation", "dbias", "amax"))),

@@ -1,4 +1,4 @@
-"""From a problem to the configuration that is compiled: every field has a problem that sets it, and nothing else does."""
+"""From a problem to the configuration that is compiled: every field has a problem that sets it and nothing else."""
 
 from __future__ import annotations
 

@@ -1,0 +1,214 @@
+"""Graphs of every option on sm90, planned and run on a machine without a GPU: the planner, the adapter and the host
+code are the real ones, and only the compiled function is emulated. The cases are those of tests/gpu, where the kernel
+runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from opfuse.graph_ops import VariantPackError
+from opfuse.kernels.hopper import grouped_dglu, support
+from opfuse.kernels.sm90 import host
+
+GPU = Path(__file__).parents[2] / "gpu"
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, GPU / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = tuple(_load("graph_dglu").CASES)
+TESTS = _load("test_graph_dglu")
+
+
+@pytest.fixture
+def gpu(emulation: ModuleType, emulated: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The helpers of the GPU tests, on the CPU with the emulated kernel."""
+    module = sys.modules["graph_dglu"]
+    for held in (module, TESTS):
+        monkeypatch.setattr(held, "DEVICE", "cpu")
+        monkeypatch.setattr(held, "new_graph", emulation.EmulatedGraph)
+    kept = module.separate  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "separate", lambda b: emulation.keep(kept(b)))
+    yield module
+
+
+@pytest.fixture
+def seed() -> int:
+    return random.randrange(2**31)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_on_sm90_equals_unfused_and_float64(gpu: Any, emulated: list[Any], name: str, seed: int) -> None:
+    gpu.check(gpu.CASES[name], seed)
+    assert len(emulated) == 1 and emulated[0].calls == 2, "one configuration; an execute and a call"
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["test_c26_no_rows", "test_c02_nothing_of_recycled_memory_shows", "test_c36_clamped_gradients_keep_equality",
+     "test_deterministic_graph_repeats_bit_by_bit", "test_columns_of_wider_matrices_on_both_sides",
+     "test_c24_versioned_dlpack_capsules"],
+)  # fmt: skip
+def test_of_the_gpu_holds_here(gpu: Any, test: str) -> None:
+    getattr(TESTS, test)()
+
+
+@pytest.mark.parametrize("shift", [256, 8])
+def test_c23_views_that_begin_inside_an_allocation(gpu: Any, shift: int) -> None:
+    TESTS.test_c23_views_that_begin_inside_an_allocation(shift)
+
+
+def test_every_configuration_of_the_gpu_tests_is_legal(gpu: Any) -> None:
+    from opfuse.kernels.sm90.config import illegal
+
+    found = gpu.configurations([*gpu.CASES.values(), gpu.BIG, gpu.TUNED, gpu.MANY, gpu.LONG, gpu.HEAVY, gpu.GRID])
+    assert len(found) > 25 and [c for c in found if illegal(c)] == []
+
+
+def test_one_configuration_serves_every_row_count(gpu: Any, emulated: list[Any], seed: int) -> None:
+    case = gpu.CASES["prob"]
+    graph, _ = gpu.build(case)
+    for rows in (1, 31, 128, 500):
+        gpu.run(
+            graph, inputs := gpu.operands(replace(case, sizes=(rows, 0, 0, 0, 0, 0)), seed), gpu.poisoned(case, rows)
+        )
+        assert inputs["a"].shape[0] == rows
+    assert len(emulated) == 1 and emulated[0].calls == 4
+
+
+# ------------------------------------------------------------------ the adapter alone
+
+
+def built(make_problem: Any, **options: Any) -> tuple[Any, Any]:
+    problem = make_problem(**options)
+    return problem, grouped_dglu.build(problem, "cpu")
+
+
+def buffers_of(problem: Any, rows: int) -> dict[str, Any]:
+    return {
+        role: torch.zeros(t.shape({"M": rows}), dtype=getattr(torch, t.data_type.info.torch_name))
+        for role, t in problem.tensors.items()
+    }
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keyword arguments of every host.launch."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(host, "launch", lambda config, **given: calls.append(given))
+    return calls
+
+
+def test_roles_reach_their_arguments(emulated: list[Any], seen: list[dict[str, Any]], make_problem: Any) -> None:
+    roles = ("alpha", "beta", "prob", "activation", "dbias", "amax", "q_row", "q_col")
+    problem, kernel = built(make_problem, roles=roles)
+    buffers, memory = buffers_of(problem, 256), torch.zeros(kernel.workspace_bytes({"M": 256}), dtype=torch.uint8)
+    kernel.run(buffers, memory, {"M": 256})
+    (call,) = seen
+    names = {"a": "dy"}
+    assert {names.get(role, role) for role in problem.tensors} | {"workspace"} == set(call)
+    for role, buffer in buffers.items():
+        given = call[names.get(role, role)]
+        assert given.data_ptr() == buffer.data_ptr() and given.shape == buffer.shape, role
+    assert call["workspace"] is memory
+
+
+def test_prob_of_rank_two_is_a_vector_of_the_same_memory(
+    emulated: list[Any], seen: list[dict[str, Any]], make_problem: Any
+) -> None:
+    problem, kernel = built(make_problem, roles=("prob",))
+    buffers = buffers_of(problem, 128)
+    buffers["prob"] = torch.zeros(128, 1)
+    kernel.run(buffers, None, {"M": 128})
+    assert seen[0]["prob"].shape == (128,) and seen[0]["prob"].data_ptr() == buffers["prob"].data_ptr()
+
+
+@pytest.mark.parametrize("options", [dict(), dict(roles=("dbias", "amax")), dict(without=("dprob",))])
+@pytest.mark.parametrize("discrete", [False, True])
+def test_workspace_is_the_kernels_bytes_and_then_the_addresses(
+    emulated: list[Any], seen: list[dict[str, Any]], make_problem: Any, options: Any, discrete: bool
+) -> None:
+    problem, kernel = built(make_problem, experts=3, changes={"b": dict(discrete=discrete)}, **options)
+    config, n = support.scheduled(problem), 64
+    for rows in (0, 1, 127, 1000):
+        own = host.workspace_bytes(config, 3, rows, n)
+        rounded = -(-own // 256) * 256
+        assert kernel.workspace_bytes({"M": rows}) == rounded + 24 * discrete
+    if discrete:
+        buffers = buffers_of(problem, 1000)
+        buffers["b"] = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3)]
+        memory = torch.zeros(kernel.workspace_bytes({"M": 1000}), dtype=torch.uint8)
+        kernel.run(buffers, memory, {"M": 1000})
+        addresses = seen[-1]["b"]
+        assert addresses.tolist() == [e.data_ptr() for e in buffers["b"]] and addresses.dtype is torch.int64
+        assert addresses.data_ptr() == memory.data_ptr() + rounded
+
+
+def test_addresses_of_the_caller_are_passed_on(
+    emulated: list[Any], seen: list[dict[str, Any]], make_problem: Any
+) -> None:
+    problem, kernel = built(make_problem, changes={"b": dict(discrete=True)})
+    buffers = buffers_of(problem, 128)
+    buffers["b"] = torch.tensor([64, 128])
+    kernel.run(buffers, torch.zeros(kernel.workspace_bytes({"M": 128}), dtype=torch.uint8), {"M": 128})
+    assert seen[0]["b"] is buffers["b"]
+
+
+def test_a_misaligned_expert_is_refused_before_the_launch(
+    emulated: list[Any], seen: list[dict[str, Any]], make_problem: Any
+) -> None:
+    problem, kernel = built(make_problem, changes={"b": dict(discrete=True)})
+    buffers = buffers_of(problem, 128)
+    odd = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(64, 64)
+    buffers["b"] = [odd, odd]
+    with pytest.raises(VariantPackError, match=r"ALIGNMENT.*experts \[0, 1\]"):
+        kernel.run(buffers, torch.zeros(kernel.workspace_bytes({"M": 128}), dtype=torch.uint8), {"M": 128})
+    assert seen == []
+
+
+def test_no_rows_give_zero_sums_without_a_launch(emulated: list[Any], make_problem: Any) -> None:
+    problem, kernel = built(make_problem, roles=("dbias", "amax"))
+    buffers = buffers_of(problem, 0)
+    for role in ("dbias", "amax"):
+        buffers[role].fill_(float("nan"))
+    kernel.run(buffers, torch.zeros(kernel.workspace_bytes({"M": 0}), dtype=torch.uint8), {"M": 0})
+    assert emulated[0].calls == 0 and not buffers["dbias"].any() and not buffers["amax"].any()
+
+
+def test_a_variant_is_the_same_kernel_with_another_schedule(emulated: list[Any], make_problem: Any, entry: Any) -> None:
+    problem = make_problem(k=2048, n=768)
+    names = entry.variants(problem)
+    kernels = [entry.build(problem, "cpu", name) for name in (None, *names)]
+    assert len(names) >= 3 and len({k.config.schedule for k in kernels}) == len(kernels) == len(emulated)
+    assert {replace(k.config, schedule=kernels[0].config.schedule) for k in kernels} == {kernels[0].config}
+
+
+def test_a_build_without_the_dsl_is_an_import_error(
+    make_problem: Any, entry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The executor takes that as a decline: the graph then runs unfused."""
+    from opfuse.kernels.cache import KernelCache
+
+    monkeypatch.setattr(grouped_dglu, "kernel_cache", lambda: KernelCache(tmp_path))
+    monkeypatch.setattr(grouped_dglu, "_origin", lambda: ("0" * 64, {}))
+    for name in [m for m in sys.modules if m == "cutlass" or m.startswith("cutlass.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    monkeypatch.delitem(sys.modules, "opfuse.kernels.sm90.entry", raising=False)
+    with pytest.raises(ImportError):
+        entry.build(make_problem(), "cpu")
