@@ -56,7 +56,8 @@ def expert_mlp_forward(s: Sizes = DEFAULT) -> Graph:
 def expert_mlp_backward(s: Sizes = DEFAULT) -> Graph:
     """Every gradient of the expert MLP: dx, dw1, db1, dw2 and dprob, from dy and what the forward saved.
 
-    The gradient dh of the pre-activation stays in the plan, in the layer's data type, for the three that read it.
+    The gradient dh of the pre-activation stays in the plan, in the layer's data type, for the two products that read
+    it. The bias gradient sums its float32 values, before they round: those a fused kernel has at hand.
     """
     g, M = _new_graph("expert_mlp_backward", s)
     offsets, prob = _routing(g, M, s)
@@ -68,9 +69,9 @@ def expert_mlp_backward(s: Sizes = DEFAULT) -> Graph:
     w2_t = g.tensor("w2_t", dim=(s.L, s.H, s.I), stride=(s.I * s.H, 1, s.H))  # w2's memory, transposed
 
     dact = g.grouped_matmul(dy, w2_t, offsets, name="fc2_dgrad")  # (M, I) float32
-    dh, dprob = g.glu_backward(dact, h, act=s.act, prob=prob, name="activation_backward")  # (M, 2I), (M,)
-    dh.set_name("dh").set_data_type(s.data_type)
-    db1 = g.group_sum(dh, offsets, name="bias_grad")  # (L, 2I)
+    wide, dprob = g.glu_backward(dact, h, act=s.act, prob=prob, name="activation_backward")  # (M, 2I) float32, (M,)
+    db1 = g.group_sum(wide, offsets, name="bias_grad")  # (L, 2I)
+    dh = g.identity(wide, name="round_dh").set_name("dh").set_data_type(s.data_type)  # (M, 2I)
     dx = g.grouped_matmul(dh, w1_t, offsets, name="fc1_dgrad")  # (M, H)
     dw1 = g.grouped_matmul_wgrad(x, dh, offsets, name="fc1_wgrad")  # (L, H, 2I)
     dw2 = g.grouped_matmul_wgrad(act, dy, offsets, name="fc2_wgrad")  # (L, I, H)

@@ -138,7 +138,7 @@ SAID_BEFORE: dict[str, tuple[str | None, ...]] = {
 def unbuilt(problem: Problem) -> list[str]:
     """Every other reason for which the kernel's own legality function declines the problem's configuration."""
     config = scheduled(problem)
-    judged = {name: let[0] for name, let in SAID_BEFORE.items() if getattr(config, name) not in let}
+    judged: dict[str, Any] = {name: let[0] for name, let in SAID_BEFORE.items() if getattr(config, name) not in let}
     return illegal(replace(config, **judged))
 
 

@@ -56,8 +56,25 @@ def test_sm100_runs_dglu_bf16_as_one_cudnn_kernel(load_sample):
 def test_sm100_fuses_the_dglu_inside_the_whole_backward(load_sample):
     plan = plan_of(load_sample("usual_graphs").expert_mlp_backward(), "sm100")
     fused = {step.kernel: {plan.graph.nodes[n].name for n in step.nodes} for step in plan.fused_steps}
-    assert fused["cudnn.grouped_gemm_dglu.bf16"] == {"fc2_dgrad", "activation_backward"}
-    assert "DBIAS_SOURCE" in {reason.code for reason in plan.reasons}, "it sums before dh rounds"
+    assert fused["cudnn.grouped_gemm_dglu.bf16"] == BACKWARD
+
+
+BACKWARD = {"fc2_dgrad", "activation_backward", "bias_grad", "round_dh"}
+"""What one dGLU kernel takes of the backward: dh leaves it rounded, and the bias gradient summed before it rounds."""
+
+
+def test_sm90_fuses_the_dglu_and_the_bias_gradient_inside_the_whole_backward(load_sample):
+    plan = plan_of(load_sample("usual_graphs").expert_mlp_backward(), "sm90")
+    (step,) = plan.fused_steps
+    assert step.kernel == "sm90.grouped_gemm_dglu" and {plan.graph.nodes[n].name for n in step.nodes} == BACKWARD
+    assert set(step.buffers) == {"a", "b", "offsets", "c", "prob", "d", "dprob", "dbias"}
+    assert plan.estimate.seconds < plan.unfused_estimate.seconds
+
+
+@pytest.mark.parametrize("name", ["dglu_bf16", "dglu_mxfp8"])
+def test_sm90_runs_the_dglu_graphs_as_one_kernel(name, load_sample):
+    plan = plan_of(load_sample("usual_graphs").GRAPHS[name](), "sm90")
+    assert [step.kernel for step in plan.steps] == ["sm90.grouped_gemm_dglu"]
 
 
 @pytest.mark.parametrize(("change", "code"), [({"rows": 128}, "ROW_MULTIPLE"), ({"act": "situglu"}, "ACT")])

@@ -174,6 +174,7 @@ def test_c61_sizes_past_32_bits_are_counted(make_problem, experts: int, rows: in
     from opfuse.kernels.sm90 import host
 
     config = support.scheduled(make_problem(n=columns, experts=experts, **options))
-    parts = {name: r * c for name, r, c in scratch_tensors(config, experts, rows, columns)}
+    tensors: Any = scratch_tensors(config, experts, rows, columns)
+    parts = {name: r * c for name, r, c in tensors}
     assert max(parts.values()) * 4 > 2**31
     assert host.workspace_bytes(config, experts, rows, columns) >= 4 * sum(parts.values())
