@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import hf
-    from .compile import OpfusePass, backend, explain
+    from .compile import OpfuseJointPass, OpfusePass, backend, explain
     from .layouts import convert_glu_layout
     from .mlp import GroupedMLP, grouped_mlp
 
@@ -23,10 +23,20 @@ _LATE = {
     "convert_glu_layout": ".layouts",
     "backend": ".compile",
     "explain": ".compile",
+    "OpfuseJointPass": ".compile",
     "OpfusePass": ".compile",
 }
 
-__all__ = ["GroupedMLP", "OpfusePass", "backend", "convert_glu_layout", "explain", "grouped_mlp", "hf"]
+__all__ = [
+    "GroupedMLP",
+    "OpfuseJointPass",
+    "OpfusePass",
+    "backend",
+    "convert_glu_layout",
+    "explain",
+    "grouped_mlp",
+    "hf",
+]
 
 
 def __getattr__(name: str) -> Any:

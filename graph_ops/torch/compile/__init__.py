@@ -1,7 +1,7 @@
 """torch.compile: FX graphs imported into operation graphs, raised and fused; the rest stays the compiler's."""
 
-from .backend import OpfusePass, backend
+from .backend import OpfuseJointPass, OpfusePass, backend
 from .report import CompileExplanation, explain
 from .rewrite import Options, Region
 
-__all__ = ["CompileExplanation", "OpfusePass", "Options", "Region", "backend", "explain"]
+__all__ = ["CompileExplanation", "OpfuseJointPass", "OpfusePass", "Options", "Region", "backend", "explain"]

@@ -44,14 +44,22 @@ def compile_with(
                                          hint="modes are Inductor's")  # fmt: skip
 
         def run(part: str, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            rewriter(graph_module.graph, part)
+            if part == "inference":
+                rewriter.prepare(graph_module.graph)
+            rewriter(graph_module.graph, "backward" if part == "backward" else "forward")
             graph_module.recompile()
             return _boxed(graph_module)
+
+        def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            rewriter.prepare(joint.graph)
+            joint.recompile()
+            return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=functools.partial(run, "forward"),
             bw_compiler=functools.partial(run, "backward"),
-            partition_fn=min_cut_rematerialization_partition,
+            inference_compiler=functools.partial(run, "inference"),
+            partition_fn=partition,
         )(gm, example_inputs)
         return compiled
 
@@ -59,9 +67,10 @@ def compile_with(
     from torch._inductor.compile_fx import compile_fx
 
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
-    others = config.post_grad_custom_pre_pass
-    own = OpfusePass(rewriter=rewriter)
-    patches["post_grad_custom_pre_pass"] = own if others is None else _Passes(others, own)
+    for name, own in (("joint_custom_pre_pass", OpfuseJointPass(rewriter=rewriter)),
+                      ("post_grad_custom_pre_pass", OpfusePass(rewriter=rewriter))):  # fmt: skip
+        others = getattr(config, name)
+        patches[name] = own if others is None else _Passes(others, own)
     found: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     return found  # type: ignore[no-any-return]
 
@@ -103,6 +112,15 @@ class OpfusePass(CustomGraphPass):
         return (source_hash(), repr(self._rewriter.options), _here())
 
 
+class OpfuseJointPass(OpfusePass):
+    """What precedes OpfusePass on joint graphs, with the same options: `config.joint_custom_pre_pass`. Without it, gate
+    and up from two weights are not merged."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrites the graph in place."""
+        self._rewriter.prepare(graph)
+
+
 class _Passes(CustomGraphPass):
     """The user's own pass, then ours."""
 
@@ -132,4 +150,4 @@ def _here() -> str:
     ) or "cpu"  # fmt: skip
 
 
-__all__ = ["OpfusePass", "backend", "compile_with"]
+__all__ = ["OpfuseJointPass", "OpfusePass", "backend", "compile_with"]

@@ -5,22 +5,25 @@ What cannot fuse is not taken away from the rest of the compiler: FC2, dgrads an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations
 
 import torch
 from torch import fx
 
-from .importer import (
+from ....kernels.arch import Arch
+from ....kernels.cost import NOMINAL_EXTENT
+from .importer import Join, importable
+from .spellings import (
     CONVERSIONS,
     GETITEM,
     GROUPED_MM,
     SLICE,
-    Join,
     aten,
     dims_of,
-    importable,
     is_view,
+    padded_half,
     swish_argument,
 )
 
@@ -195,7 +198,39 @@ def device_of(region: Sequence[fx.Node]) -> torch.device:
     return device
 
 
+def framework_seconds(region: Sequence[fx.Node], arch: Arch, *, one_pass: bool) -> float:
+    """What the region costs as torch runs it, by the rates that plans are estimated with.
+
+    A grouped matmul is two launches; the rest is one pass over what it reads and writes (`one_pass`, as Inductor
+    generates it) or one an op. A symbolic extent counts as a plan's nominal one.
+    """
+    members = set(region)
+
+    def nbytes(node: fx.Node) -> int:
+        extents = [d if isinstance(d, int) else NOMINAL_EXTENT for d in dims_of(node)]
+        return math.prod(extents) * node.meta["val"].element_size() if extents else 0
+
+    def seconds(flops: float, size: int, launches: int) -> float:
+        return max(flops / arch.bf16_flops, size / arch.memory_bytes_per_second) + launches * arch.launch_seconds
+
+    total = 0.0
+    passes: list[set[fx.Node]] = []
+    for node in region:
+        tensors = {n for n in (node, *node.all_input_nodes) if dims_of(n)}
+        if is_product(node):
+            rows, depth = (d if isinstance(d, int) else NOMINAL_EXTENT for d in dims_of(node.args[0]))  # type: ignore[arg-type]
+            flops = 2.0 * rows * depth * dims_of(node)[1]
+            total += seconds(flops, sum(map(nbytes, tensors)), 2)
+        elif not is_view(node) and padded_half(node) is None:
+            passes.append(tensors)
+    if one_pass and passes:
+        touched = set().union(*passes)
+        inner = {n for n in touched & members if not is_product(n) and not is_view(n) and n.users.keys() <= members}
+        passes = [touched - inner]
+    return total + sum(seconds(0.0, sum(map(nbytes, tensors)), 1) for tensors in passes)
+
+
 __all__ = [
-    "clone_views", "device_of", "drop_whole_slices", "find_regions", "is_product", "joins_of", "outputs_of",
-    "sort_topologically",
+    "clone_views", "device_of", "drop_whole_slices", "find_regions", "framework_seconds", "is_product", "joins_of",
+    "outputs_of", "sort_topologically",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from torch import fx
 from ....fusion_rules import raise_graph
 from ....fusion_rules.verdict import Raising
 from ....kernels.arch import Arch
+from ....kernels.registry import KERNELS
 from ...ir.errors import GraphNotSupportedError, OpfuseError
 from ...ir.graph import OpGraph
 from ...ir.serialize import to_json
@@ -22,13 +23,25 @@ from ...planner import make_plan, require_fused
 from ...target import arch_of_device, as_arch
 from . import region_op  # noqa: F401  registers torch.ops.opfuse.run_graph
 from .importer import Imported, Importer
-from .regions import clone_views, device_of, drop_whole_slices, find_regions, joins_of, outputs_of, sort_topologically
+from .merge import merge_gate_up
+from .regions import (
+    clone_views,
+    device_of,
+    drop_whole_slices,
+    find_regions,
+    framework_seconds,
+    is_product,
+    joins_of,
+    outputs_of,
+    sort_topologically,
+)
 
 if TYPE_CHECKING:
     from ...explain import Explanation
 
 REPLACE = ("fused", "raised")
 REST = ("inductor", "eager")
+GLU_RULES = ("grouped_gemm_glu", "grouped_gemm_dglu")
 
 
 @dataclass(frozen=True)
@@ -36,10 +49,10 @@ class Options:
     """What `torch.compile(backend="opfuse", options={...})` takes.
 
     `fuse_rounding`: values inside a region may stay float32 where eager rounds them (see importer). `replace`: "fused"
-    puts in the regions for which a kernel of the device fuses something, "raised" every region in which a GLU is
-    found. `rest`: who compiles all else, "inductor" or "eager". `disable`: ids of rules and kernels not to use.
-    `strict`: an error where a region is found and something of it that could fuse does not. `arch`: plan for it in
-    reports; what runs is planned for the device.
+    puts in the regions for which a kernel of the device fuses something and by estimate wins, "raised" every region in
+    which a GLU is found. `rest`: who compiles all else, "inductor" or "eager". `disable`: ids of rules and kernels
+    not to use. `strict`: an error where a region is found and something of it that could fuse does not. `arch`: what
+    reports are planned for; what runs is planned for the device.
     """
 
     fuse_rounding: bool = False
@@ -95,13 +108,28 @@ class Rewriter:
     options: Options
     regions: list[Region] = field(default_factory=list)
 
+    def prepare(self, graph: fx.Graph) -> None:
+        """Merges gate and up of two weights, before forward and backward are cut apart, where the options allow it and
+        a kernel could use it."""
+        if not self.options.fuse_rounding:
+            return
+        arch = self._arch_of(graph)
+        if arch is not None and (self.options.replace == "raised" or _has_kernels(arch, self.options.disable)):
+            merge_gate_up(graph)
+
+    def _arch_of(self, graph: fx.Graph) -> Arch | None:
+        for node in graph.nodes:
+            if is_product(node):
+                return self._arch((node,))
+        return None
+
     def __call__(self, graph: fx.Graph, part: str) -> None:
         """Rewrites one graph; `part` is what reports call it ("forward", "backward")."""
         changed = False
         drop_whole_slices(graph)
         for region in list(find_regions(graph)):
             report, imported = self._read(region, part)
-            if imported is not None and self._wants(report, device_of(region)):
+            if imported is not None and self._wants(report, region):
                 _put_in_place(graph, region, imported, self.options.disable)
                 report, changed = replace(report, replaced=True), True
             self.regions.append(report)
@@ -150,14 +178,21 @@ class Rewriter:
             require_fused(plan)
         return plan
 
-    def _wants(self, report: Region, device: torch.device) -> bool:
+    def _wants(self, report: Region, region: tuple[fx.Node, ...]) -> bool:
+        """Whether to put the operation graph in: with `replace="fused"` where it fuses and that is estimated to win."""
         if self.options.replace == "raised":
             return True
         assert report.graph is not None and report.plan is not None
-        here = arch_of_device(device)
+        here = arch_of_device(device_of(region))
         plan = report.plan if report.plan.arch == here.name else (
             make_plan(report.graph, here, disable=self.options.disable))  # fmt: skip
-        return bool(plan.fused_steps)
+        rival = framework_seconds(region, here, one_pass=self.options.rest == "inductor")
+        return bool(plan.fused_steps) and plan.estimate.seconds <= rival
+
+
+def _has_kernels(arch: Arch, disable: tuple[str, ...]) -> bool:
+    """Whether any kernel that fuses a GLU with a grouped matmul is declared for `arch`."""
+    return any(k.rule in GLU_RULES and arch in k.arches and not {k.id, k.rule} & set(disable) for k in KERNELS)
 
 
 def _worth(raisings: tuple[Raising, ...]) -> int:

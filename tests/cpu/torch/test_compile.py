@@ -11,7 +11,9 @@ from opfuse.fusion_rules import VerdictKind
 from opfuse.graph_ops import OpfuseError
 from opfuse.graph_ops.torch import OpfusePass, explain, grouped_mlp
 from opfuse.graph_ops.torch.compile.backend import compile_with
+from opfuse.graph_ops.torch.compile.regions import framework_seconds
 from opfuse.graph_ops.torch.compile.rewrite import Options, Rewriter
+from opfuse.kernels.arch import ARCHES
 
 L, H, I = 3, 32, 64
 BF16 = torch.bfloat16
@@ -370,3 +372,86 @@ def test_disable_reaches_the_raising(seed):
     fast, rewriter, _ = compiled(Fused(), fuse_rounding=True, replace="raised", disable=["raise_glu"])
     step(fast, 20, [8, 0, 12])
     assert raisings(rewriter) == {"forward": [], "backward": ["raise_glu_backward"]}
+
+
+def products(rewriter, part):
+    return [n.op for r in rewriter.regions if r.part == part and r.raisings for n in r.graph.nodes
+            if n.op in ("grouped_matmul", "join_glu", "split_glu")]  # fmt: skip
+
+
+class Columns(Experts):
+    """Weights that are stored inputs first, which are not merged: gate and up stay two products."""
+
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        w1, w3 = (w.transpose(1, 2).contiguous() for w in (self.w1, self.w3))
+        grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)
+        gate, up = grouped_mm(x, w1, offs=offsets), grouped_mm(x, w3, offs=offsets)
+        return mm(F.silu(gate) * up, self.w2, offsets)
+
+
+class OtherRows(Experts):
+    """Gate and up of different rows cannot be one product."""
+
+    def forward(self, x, counts):
+        offsets = self.offsets(counts)
+        gate, up = mm(x, self.w1, offsets), mm(x + 1, self.w3, offsets)
+        return mm(F.silu(gate) * up, self.w2, offsets)
+
+
+def test_gate_and_up_of_two_weights_become_one_product(seed):
+    """So that no activation is copied: h and its gradient are one tensor each, in memory as kernels want them."""
+    fast, rewriter, _ = compiled(Separate(), fuse_rounding=True, replace="raised")
+    step(fast, 20, [8, 0, 12])
+    assert products(rewriter, "forward") == ["grouped_matmul", "split_glu"]
+    assert products(rewriter, "backward") == ["grouped_matmul", "split_glu", "join_glu"]
+    fast, rewriter, _ = compiled(Separate(), fuse_rounding=True, replace="raised")
+    with torch.no_grad():
+        fast(torch.randn(20, H, dtype=BF16), torch.tensor([8, 0, 12]))
+    assert products(rewriter, "forward") == ["grouped_matmul", "split_glu"], "without gradients too"
+
+
+@pytest.mark.parametrize("model_type", [Columns, OtherRows])
+def test_what_cannot_be_merged_is_read_as_halves_side_by_side(model_type, seed, assert_close):
+    model = model_type()
+    fast, rewriter, _ = compiled(model, fuse_rounding=True, replace="raised")
+    got, eager = step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])
+    for one, two in zip(got, eager):
+        assert_close("gradient", one, two, 2e-2)
+    assert products(rewriter, "forward") == ["grouped_matmul", "grouped_matmul", "join_glu", "split_glu"]
+    assert raisings(rewriter)["backward"] == ["raise_glu_backward"]
+
+
+def test_nothing_is_merged_where_no_kernel_could_use_it(seed):
+    """On the CPU, and on sm80, nothing fuses: the code stays as it was written, bit for bit."""
+    model = Separate()
+    for arch in (None, "sm80"):
+        fast, _, _ = compiled(model, fuse_rounding=True, arch=arch)
+        for got, eager in zip(step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
+            assert torch.equal(got, eager)
+
+
+def test_the_rival_of_a_fusion_is_what_torch_would_do():
+    """One pass for Inductor, one an op for eager; the matmul is the same in both."""
+    graph = torch.fx.Graph()
+
+    def node(name, target, args, *shape):
+        made = graph.placeholder(name) if target is None else graph.call_function(target, args)
+        made.meta["val"] = torch.empty(*shape, dtype=BF16, device="meta")
+        return made
+
+    rows, depth, half = 4096, 512, 256
+    x, weight = node("x", None, (), rows, depth), node("w", None, (), 2, depth, 2 * half)
+    offsets, scale = node("o", None, (), 2), node("s", None, (), rows, 2 * half)
+    product = node("h", torch.ops.aten._grouped_mm.default, (x, weight, offsets), rows, 2 * half)
+    one = node("a", torch.ops.aten.silu.default, (product,), rows, 2 * half)
+    two = node("b", torch.ops.aten.mul.Tensor, (one, scale), rows, 2 * half)
+    graph.output((two,))
+    arch, size = ARCHES["sm90"], rows * 2 * half * 2
+    read = (rows * depth + 2 * depth * 2 * half + 2) * 2 + size
+    matmul = max(2.0 * rows * depth * 2 * half / arch.bf16_flops, read / arch.memory_bytes_per_second)
+    launch = arch.launch_seconds
+    wanted = matmul + 2 * launch + 3 * size / arch.memory_bytes_per_second + launch
+    assert framework_seconds((product, one, two), arch, one_pass=True) == pytest.approx(wanted)
+    wanted = matmul + 2 * launch + 5 * size / arch.memory_bytes_per_second + 2 * launch
+    assert framework_seconds((product, one, two), arch, one_pass=False) == pytest.approx(wanted)
