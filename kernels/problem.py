@@ -22,6 +22,8 @@ class Role:
 _MATMUL = (
     Role("a", "(M, K) rows", optional=False),
     Role("b", "(L, K, N) weights, dense or discrete", optional=False),
+    Role("sf_a", "scales of a's codes, along K"),
+    Role("sf_b", "scales of b's codes, along K"),
     Role("offsets", "(L,) end offsets", optional=False),
     Role("alpha", "(L,) scale of the product"),
 )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .arch import Arch, ArchRange
 from .condition import Condition, Reason, failures
+from .cudnn import block_scaled as cudnn_block_scaled
+from .cudnn import forward as cudnn_forward
 from .cudnn import support as cudnn_support
 from .hopper import support as hopper_support
 from .problem import Problem
@@ -69,6 +71,8 @@ class KernelEntry:
         return kernel
 
 
+_CUDNN_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "cuda-python")
+
 KERNELS: tuple[KernelEntry, ...] = (
     KernelEntry(
         id="sm90.grouped_gemm_dglu",
@@ -91,9 +95,93 @@ KERNELS: tuple[KernelEntry, ...] = (
         conditions=cudnn_support.BF16_DGLU,
         module=f"{__package__}.cudnn.grouped_dglu",
         evidence="compiled",
-        requires_packages=("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "cuda-python"),
+        requires_packages=_CUDNN_PACKAGES,
         deterministic=False,
         launches=cudnn_support.launches,
+    ),
+    KernelEntry(
+        id="cudnn.grouped_gemm_dglu.block_scaled",
+        rule="grouped_gemm_dglu",
+        doc="cudnn-frontend's block-scaled grouped GEMM + dGLU: MXFP8 to codes, FP4 to floats, dprob, dbias, amax",
+        arches=cudnn_block_scaled.ARCHES,
+        conditions=cudnn_block_scaled.DGLU,
+        module=f"{__package__}.cudnn.block_scaled_dglu",
+        evidence="compiled",
+        requires_packages=_CUDNN_PACKAGES,
+        deterministic=True,
+        launches=cudnn_block_scaled.launches,
+    ),
+    KernelEntry(
+        id="cudnn.grouped_gemm_glu.bf16",
+        rule="grouped_gemm_glu",
+        doc="cudnn-frontend's BF16 grouped GEMM + GLU: dense or discrete weights, swiglu or fixed geglu, bias, C",
+        arches=cudnn_support.ARCHES,
+        conditions=cudnn_forward.BF16_GLU,
+        module=f"{__package__}.cudnn.grouped_glu",
+        evidence="compiled",
+        requires_packages=_CUDNN_PACKAGES,
+        deterministic=True,
+        launches=cudnn_block_scaled.launches,
+    ),
+    KernelEntry(
+        id="cudnn.grouped_gemm_glu.block_scaled",
+        rule="grouped_gemm_glu",
+        doc="cudnn-frontend's block-scaled grouped GEMM + GLU: every activation, bias, C, amax, MXFP8 codes",
+        arches=cudnn_block_scaled.ARCHES,
+        conditions=cudnn_forward.BLOCK_SCALED_GLU,
+        module=f"{__package__}.cudnn.block_scaled_glu",
+        evidence="compiled",
+        requires_packages=_CUDNN_PACKAGES,
+        deterministic=True,
+        launches=cudnn_block_scaled.launches,
+    ),
+    KernelEntry(
+        id="cudnn.discrete_grouped_gemm_swiglu",
+        rule="grouped_gemm_glu",
+        doc="cudnn-frontend's discrete grouped GEMM + SwiGLU: block-scaled, weights by address, swiglu or geglu",
+        arches=cudnn_block_scaled.DISCRETE_ARCHES,
+        conditions=cudnn_forward.DISCRETE_GLU,
+        module=f"{__package__}.cudnn.discrete_swiglu",
+        evidence="compiled",
+        requires_packages=_CUDNN_PACKAGES,
+        deterministic=True,
+        launches=cudnn_block_scaled.launches,
+    ),
+    KernelEntry(
+        id="cudnn.grouped_gemm_quant.block_scaled",
+        rule="grouped_gemm_quant",
+        doc="cudnn-frontend's grouped GEMM + quantize: MXFP8 to MXFP8 codes along rows and columns, bias, prob, amax",
+        arches=cudnn_block_scaled.ARCHES,
+        conditions=cudnn_forward.QUANT,
+        module=f"{__package__}.cudnn.grouped_quant",
+        evidence="compiled",
+        requires_packages=_CUDNN_PACKAGES,
+        deterministic=True,
+        launches=cudnn_block_scaled.launches,
+    ),
+    KernelEntry(
+        id="cudnn.grouped_gemm_wgrad.bf16",
+        rule="grouped_gemm_wgrad",
+        doc="cudnn-frontend's BF16 grouped weight gradient",
+        arches=cudnn_support.ARCHES,
+        conditions=cudnn_forward.BF16_WGRAD,
+        module=f"{__package__}.cudnn.grouped_wgrad",
+        evidence="compiled",
+        requires_packages=_CUDNN_PACKAGES,
+        deterministic=True,
+        launches=cudnn_forward.wgrad_launches,
+    ),
+    KernelEntry(
+        id="cudnn.grouped_gemm_wgrad.block_scaled",
+        rule="grouped_gemm_wgrad",
+        doc="cudnn-frontend's block-scaled grouped weight gradient: MXFP8 operands with scales along the rows",
+        arches=cudnn_block_scaled.ARCHES,
+        conditions=cudnn_forward.BLOCK_SCALED_WGRAD,
+        module=f"{__package__}.cudnn.grouped_wgrad",
+        evidence="compiled",
+        requires_packages=_CUDNN_PACKAGES,
+        deterministic=True,
+        launches=cudnn_forward.wgrad_launches,
     ),
 )
 """Every fused kernel that exists, in order of preference among equals."""
