@@ -21,7 +21,7 @@ from . import support
 
 KERNEL = "sm90.grouped_gemm_dglu"
 SOURCES = Path(sm90_config.__file__).parent
-COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
+COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
 WORKSPACE_ALIGNMENT = 256
 
 Buffer = torch.Tensor | Sequence[torch.Tensor]
