@@ -27,6 +27,8 @@ from .verdict import Verdict, VerdictKind
 from .view import GraphView
 
 _PARAMETERS = frozenset(p for names in ACTIVATION_PARAMETERS.values() for p in names)
+_UNREAD = {act: _PARAMETERS.difference(names) for act, names in ACTIVATION_PARAMETERS.items()}
+"""For each activation the parameters of others, which it does not read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,9 +207,13 @@ def _attributes(shape: Shape, given: Sequence[tuple[tuple[str, Any], ...]]) -> d
     """The attributes of every node under its prefix; parameters that an activation does not read are left out."""
     found: dict[str, Any] = {}
     for part, attributes in zip(shape.parts, given, strict=True):
+        prefix = part.prefix
         act = dict(attributes).get("act")
-        unread = _PARAMETERS - set(ACTIVATION_PARAMETERS[act]) if act is not None else ()
-        found.update((part.prefix + name, value) for name, value in attributes if name not in unread)
+        if act is None:
+            found.update([(prefix + name, value) for name, value in attributes])
+        else:
+            unread = _UNREAD[act]
+            found.update([(prefix + name, value) for name, value in attributes if name not in unread])
     return found
 
 

@@ -51,4 +51,5 @@ class Condition:
 
 def failures(conditions: Sequence[Condition], problem: Problem, arch: Arch) -> tuple[Reason, ...]:
     """Every failed condition, in declaration order: never only the first."""
-    return tuple(r for c in conditions if (r := c.failure(problem, arch)) is not None)
+    failed = [c for c in conditions if c.applies(problem, arch) and not c.holds(problem, arch)]
+    return tuple([Reason(c.code, c.observed(problem, arch), c.requires, c.hint) for c in failed])

@@ -35,9 +35,17 @@ def stack(count: int) -> OpGraph:
     return p.freeze()
 
 
+def only_for_the_clock(benchmark) -> None:
+    """Ten thousand nodes say no more than two thousand where nothing is timed."""
+    if benchmark.disabled:
+        pytest.skip("benchmarks are off")
+
+
 @pytest.mark.benchmark(group="fuse: dGLU blocks")
 @pytest.mark.parametrize("count", [1, 400, 2000], ids=["5 nodes", "2,000 nodes", "10,000 nodes"])
 def test_fuse_blocks(benchmark, count):
+    if count == 2000:
+        only_for_the_clock(benchmark)
     graph = blocks(count)
     report = benchmark(plan, graph)
     assert len(graph.nodes) == 5 * count and len(report.matches) == count
@@ -55,6 +63,8 @@ def test_fuse_blocks_for_the_first_time(benchmark, count):
 @pytest.mark.benchmark(group="fuse: residual stack")
 @pytest.mark.parametrize("count", [181, 909], ids=["2,000 nodes", "10,000 nodes"])
 def test_fuse_stack(benchmark, count):
+    if count == 909:
+        only_for_the_clock(benchmark)
     graph = stack(count)
     report = benchmark(plan, graph)
     assert len(graph.nodes) == 11 * count and len(report.matches) >= count
