@@ -1,4 +1,4 @@
-"""The command `opfuse`: explain a graph for any arch, list what is supported, tell what this machine has.
+"""The command `opfuse`: explain a graph for any arch, list what is supported, tell what this machine has and keeps.
 
 Exit codes: 0 done, 2 the question could not be answered (a usage error, a missing file, a graph that is not well
 formed), 3 with `--require-fused` where something that a rule begins at stays unfused.
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from ..kernels.arch import ARCHES, parse_arch
 from . import __version__
-from .ir.errors import GraphError, OpfuseError
+from .ir.errors import GraphError, OpfuseError, StateError
 from .ir.graph import OpGraph
 from .ir.serialize import from_dict
 
 if TYPE_CHECKING:
     from ..fusion_rules.support import SupportRow
+    from ..kernels.cache import KernelCache
 
 DONE, NOT_ANSWERED, UNFUSED = 0, 2, 3
 
@@ -65,6 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="versions, devices, cache", description=_env.__doc__)
     env.add_argument("--json", action="store_true", help="as JSON")
     env.set_defaults(command=_env)
+
+    cache = commands.add_parser("cache", help="the compiled kernels on disk", description=_cache_info.__doc__)
+    actions = cache.add_subparsers(required=True, metavar="ACTION")
+    info = actions.add_parser("info", help="what the folder holds", description=_cache_info.__doc__)
+    info.add_argument("--json", action="store_true", help="as JSON")
+    info.set_defaults(command=_cache_info)
+    clear = actions.add_parser("clear", help="remove every compiled kernel", description=_cache_clear.__doc__)
+    clear.set_defaults(command=_cache_clear)
     return parser
 
 
@@ -102,6 +111,45 @@ def _env(options: argparse.Namespace) -> int:
     facts = collect()
     print(json.dumps(facts, indent=1) if options.json else render(facts))
     return DONE
+
+
+def _cache_info(options: argparse.Namespace) -> int:
+    """The folder of compiled kernels, how many of which kernel it holds, and how many would be built again."""
+    info = _kernel_cache().info()
+    facts = {"folder": str(info.folder), "entries": info.entries, "damaged": info.damaged, "bytes": info.bytes,
+             "kernels": dict(info.kernels)}  # fmt: skip
+    if options.json:
+        print(json.dumps(facts, indent=1))
+        return DONE
+    print(f"{info.folder}: {info.entries} compiled kernels, {info.bytes / 2**20:.1f} MiB")
+    for kernel, count in sorted(info.kernels.items()):
+        print(f"  {kernel}: {count}")
+    if info.damaged:
+        print(f"  damaged, to be built again: {info.damaged}")
+    return DONE
+
+
+def _cache_clear(options: argparse.Namespace) -> int:
+    """Removes every compiled kernel from the folder; each is built again when it is next needed."""
+    cache = _kernel_cache()
+    try:
+        removed = cache.clear()
+    except OSError as error:
+        raise StateError("CACHE_FOLDER", asked="opfuse cache clear", seen=f"{error.filename}: {error.strerror}",
+                         required="a folder that may be written", where=str(cache.folder)) from error  # fmt: skip
+    print(f"{cache.folder}: {removed} compiled kernels removed")
+    return DONE
+
+
+def _kernel_cache() -> KernelCache:
+    from ..kernels.cache import ENVIRONMENT_VARIABLE, KernelCache
+
+    try:
+        return KernelCache()
+    except ImportError as error:
+        raise StateError("CACHE_FOLDER", asked="the folder of compiled kernels", seen=str(error),
+                         required="the extra `cuda`, which says where caches lie",
+                         hint=f"or {ENVIRONMENT_VARIABLE}=FOLDER") from error  # fmt: skip
 
 
 def load(source: str) -> OpGraph:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import Any, TypeVar
 Loaded = TypeVar("Loaded")
 
 ENVIRONMENT_VARIABLE = "OPFUSE_CACHE_DIR"
+BUILDING = ".building-"
 LOCK_TIMEOUT_SECONDS = 600.0  # a compile takes seconds; a lock held this long belongs to a process that hangs
 
 
@@ -152,7 +155,7 @@ class KernelCache:
         compile_to(path)
 
     def _store(self, key: CacheKey, digest: str, compile_to: Callable[[Path], None]) -> None:
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".building-") as scratch:
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=BUILDING) as scratch:
             built = Path(scratch) / f"{digest}.o"
             self._compile(compile_to, built)
             note = Path(scratch) / f"{digest}.json"
@@ -180,12 +183,17 @@ class KernelCache:
         )
 
     def clear(self) -> int:
-        """Removes every entry from disk; kernels that are loaded stay usable. Returns how many objects went."""
+        """Removes every entry from disk, and what builds that died left; kernels that are loaded stay usable.
+
+        Returns how many objects went. Raises OSError where the folder cannot be written.
+        """
         removed = 0
         for path in sorted(self.folder.glob("*")) if self.folder.is_dir() else []:
             if path.suffix in (".o", ".json", ".lock"):
                 removed += path.suffix == ".o"
                 path.unlink(missing_ok=True)
+            elif path.name.startswith(BUILDING) and time.time() - path.stat().st_mtime > LOCK_TIMEOUT_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
         return removed
 
 
