@@ -3,7 +3,7 @@
 Beside it trains the same model in plain torch, from the same seed on the same batches: the gradients of the first
 step and the loss of every step must agree. Exits with 1 if they do not, or if the loss does not fall.
 
-    python samples/train_tiny_moe.py [FILE] [--steps 300] [--backend opfuse] [--loss-json losses.json]
+    python samples/train_tiny_moe.py [FILE] [--steps 300] [--backend opfuse] [--loss-json FILE] [--plot losses.png]
 
 Axis letters: B sequences, S bytes of each, T = B * S tokens, V byte values, H hidden, I intermediate, L experts,
 M rows of the experts (two per token, and padding).
@@ -12,6 +12,7 @@ M rows of the experts (two per token, and padding).
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -119,22 +120,37 @@ class TinyMoE(nn.Module):
 
 
 class Run:
-    """A model in training and its losses."""
+    """A model in training, its losses, and what its steps took."""
 
     def __init__(self, expert_mlp: ExpertMLP, device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = TinyMoE(expert_mlp).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
         self.losses: list[float] = []
+        self.tokens, self.seconds, self.peak_bytes = 0, 0.0, 0
 
     def step(self, ids: torch.Tensor) -> None:
-        """One step of training on (B, S + 1) bytes."""
+        """One step of training on (B, S + 1) bytes. The first, which builds kernels, is not timed."""
+        if ids.is_cuda:
+            torch.cuda.reset_peak_memory_stats(ids.device)
+        start = time.perf_counter()
         logits = self.model(ids[:, :-1])  # (B, S, V)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        self.losses.append(loss.item())
+        self.losses.append(loss.item())  # waits for the device
+        if len(self.losses) > 1:
+            self.tokens += ids[:, 1:].numel()
+            self.seconds += time.perf_counter() - start
+        if ids.is_cuda:
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(ids.device))
+
+    def report(self, name: str) -> str:
+        """Tokens per second, and on a GPU the most memory that was allocated during a step, other models included."""
+        memory = f", peak memory {self.peak_bytes / 2**20:,.1f} MiB" if self.peak_bytes else ""
+        speed = f"{self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else "one step, not timed"
+        return f"{name}: {speed}{memory}"
 
 
 class Batches:
@@ -158,6 +174,9 @@ def main() -> int:
     if len(text) <= S:
         print(f"the text has {len(text)} bytes; at least {S + 1} are needed", file=sys.stderr)
         return 2
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        print("--plot needs matplotlib, which is not installed: pip install matplotlib", file=sys.stderr)
+        return 2
     if device.type == "cpu":
         torch.set_num_threads(1)  # matrices this small only wait for more
     runs = {}
@@ -167,6 +186,8 @@ def main() -> int:
         runs["opfuse"] = Run(OpfuseExpertMLP(device), device, options.seed)
 
     failures = train(runs, Batches(text, device, options.seed), options.steps)
+    if options.plot:
+        plot(options.plot, {name: run.losses for name, run in runs.items()})
     if options.loss_json:
         losses = {name: run.losses for name, run in runs.items()}
         Path(options.loss_json).write_text(json.dumps(losses, indent=1) + "\n")
@@ -193,11 +214,35 @@ def train(runs: dict[str, Run], batches: Batches, steps: int) -> list[str]:
             if step in (1, steps) or step % max(1, steps // 10) == 0:
                 bar.say(f"{step:6}{losses}")
     print(f"{steps} steps in {time.perf_counter() - start:.1f} s")
+    for name, run in runs.items():
+        print(run.report(name))
     if len(runs) == 2:
         failures += compare_losses(runs["torch"].losses, runs["opfuse"].losses)
     for name, run in runs.items():
         failures += check_fall(name, run.losses)
     return failures
+
+
+def plot(path: str, losses: dict[str, list[float]]) -> None:
+    """Draws the loss curves over one another, and the difference of two below."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    both = len(losses) == 2
+    figure, axes = pyplot.subplots(1 + both, sharex=True, squeeze=False, height_ratios=[3, 1][: 1 + both])
+    for (name, curve), style in zip(losses.items(), ("-", "--"), strict=False):
+        axes[0, 0].plot(range(1, len(curve) + 1), curve, style, label=name)
+    axes[0, 0].set_ylabel("loss, nats a byte")
+    axes[0, 0].legend()
+    if both:
+        one, other = losses.values()
+        axes[1, 0].plot(range(1, len(one) + 1), [abs(a - b) for a, b in zip(one, other, strict=True)])
+        axes[1, 0].set_ylabel("difference")
+    axes[-1, 0].set_xlabel("step")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def compare_gradients(plain: nn.Module, fused: nn.Module) -> list[str]:
@@ -240,6 +285,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--loss-json", metavar="PATH", help="write the loss of every step of every backend")
+    parser.add_argument("--plot", metavar="PATH", help="draw the loss curves as a PNG; needs matplotlib")
     return parser.parse_args()
 
 

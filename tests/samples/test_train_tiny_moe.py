@@ -80,6 +80,28 @@ def test_one_backend_alone(backend, train, tmp_path):
     assert list(json.loads(path.read_text())) == [backend]
 
 
+def test_reports_its_speed(train, capsys):
+    assert train[1](3) == 0
+    printed = capsys.readouterr().out
+    for backend in ("torch", "opfuse"):
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"{backend}: ") and "tokens/s" in line]
+        assert float(line.split()[1].replace(",", "")) > 100
+
+
+def test_a_plot_without_matplotlib_is_refused_before_training(train, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(train[0].importlib.util, "find_spec", lambda name: None)
+    assert train[1](1, "--plot", str(tmp_path / "losses.png")) == 2
+    printed = capsys.readouterr()
+    assert "matplotlib" in printed.err and not printed.out
+
+
+def test_draws_both_curves(train, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "losses.png"
+    assert train[1](3, "--plot", str(path)) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_fails_on_a_wrong_derivative(train, monkeypatch, capsys):
     sample, run = train
     backward = sample.expert_mlp_backward

@@ -132,7 +132,7 @@ class _Passes(CustomGraphPass):
             one(graph)
 
     def uuid(self) -> Any:
-        found = [one.uuid() for one in self.passes]
+        found = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.passes]
         return None if None in found else tuple(found)
 
 

@@ -42,12 +42,16 @@ def is_product(node: fx.Node) -> bool:
 def find_regions(graph: fx.Graph) -> Iterator[tuple[fx.Node, ...]]:
     """Convex sets of nodes around grouped matmuls, in graph order. Regions share no product."""
     taken: set[fx.Node] = set()
-    for node in graph.nodes:
+    nodes = list(graph.nodes)
+    places = {node: place for place, node in enumerate(nodes)}
+    for node in nodes:
         if is_product(node) and node not in taken:
-            region = _convex(graph, _grow(node, taken))
+            grown = _grow(node, taken)
+            where = [places[n] for n in grown]
+            region = _convex(nodes[min(where) : max(where) + 1], grown)
             taken |= {n for n in region if is_product(n)}
             if len(region) > 1:
-                yield tuple(n for n in graph.nodes if n in region)
+                yield region
 
 
 def _grow(product: fx.Node, taken: set[fx.Node]) -> set[fx.Node]:
@@ -82,17 +86,18 @@ def _grow(product: fx.Node, taken: set[fx.Node]) -> set[fx.Node]:
     return region
 
 
-def _convex(graph: fx.Graph, region: set[fx.Node]) -> set[fx.Node]:
-    """`region` without nodes that wait for something outside which waits for the region."""
+def _convex(span: Sequence[fx.Node], region: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """`region`, in order, without nodes that wait for something outside which waits for the region. `span`: the nodes
+    from the region's first to its last, operands before readers."""
     outside: set[fx.Node] = set()
-    kept: set[fx.Node] = set()
-    for node in graph.nodes:
+    kept: dict[fx.Node, None] = {}
+    for node in span:
         needs = node.all_input_nodes
         if node in region and not any(n in outside for n in needs):
-            kept.add(node)
+            kept[node] = None
         elif any(n in outside or n in kept for n in needs):
             outside.add(node)
-    return kept
+    return tuple(kept)
 
 
 def outputs_of(region: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

@@ -5,12 +5,16 @@ The models here leave it nothing to generate C++ for, so that these tests need n
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from opfuse.graph_ops.torch import OpfusePass
 from opfuse.graph_ops.torch.compile import region_op
+from opfuse.graph_ops.torch.compile.backend import compile_with
+from opfuse.graph_ops.torch.compile.rewrite import Options, Rewriter
 from opfuse.graph_ops.torch.graphs import GRAPHS
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_inductor_cache
@@ -29,6 +33,15 @@ def own_cache():
 def experts(x, w13, w2, offsets):
     grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)
     gate, up = grouped_mm(x, w13.transpose(-2, -1), offs=offsets).chunk(2, dim=-1)
+    return grouped_mm(F.silu(gate) * up, w2.transpose(-2, -1), offs=offsets)
+
+
+def separate(x, w13, w2, offsets):
+    """Gate and up from two weights, here the halves of one."""
+    grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)
+    w1, w3 = w13.chunk(2, dim=1)
+    gate = grouped_mm(x, w1.transpose(-2, -1), offs=offsets)
+    up = grouped_mm(x, w3.transpose(-2, -1), offs=offsets)
     return grouped_mm(F.silu(gate) * up, w2.transpose(-2, -1), offs=offsets)
 
 
@@ -77,6 +90,16 @@ def test_a_graph_from_inductors_cache_runs_without_the_pass_that_made_it(seed):
         step(torch.compile(experts, backend="opfuse", fullgraph=True, options=other), 20)
         hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
         assert hits == 0, "other options are another key"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor copies the two weights by code that needs g++")
+def test_gate_and_up_of_two_weights_become_one_product(seed, assert_close):
+    rewriter = Rewriter(Options.of({"fuse_rounding": True, "replace": "raised"}))
+    fast = torch.compile(separate, backend=lambda gm, inputs: compile_with(rewriter, gm, inputs), fullgraph=True)
+    for got, wanted in zip(step(fast, 20), step(separate, 20)):
+        assert_close("gradient", got, wanted, 2e-2)
+    for region in rewriter.regions:
+        assert region.replaced and [n.op for n in region.graph.nodes].count("grouped_matmul") == 1, region.nodes
 
 
 def test_a_pass_of_the_users_own_runs_too(seed):

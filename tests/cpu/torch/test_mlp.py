@@ -375,7 +375,7 @@ def test_the_module_calls_as_megatron_does(make_case, assert_close):
 def test_the_module_explains_its_graphs_for_an_arch_that_is_not_here():
     experts = GroupedMLP(4, 64, 64, dtype=torch.bfloat16, glu_layout=GluLayout.interleaved(32), multiple_of=256)
     found = experts.explain("sm100")
-    assert [s.kernel for s in found["backward"].fused_steps] == ["cudnn.grouped_gemm_dglu.bf16"]
+    assert "cudnn.grouped_gemm_dglu.bf16" in [s.kernel for s in found["backward"].fused_steps]
     for arch in ("sm90", "cpu"):
         verdicts = [v for left in experts.explain(arch)["backward"].left_alone for v in left.verdicts]
         fused = experts.explain(arch)["backward"].fused_steps
