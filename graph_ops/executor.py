@@ -261,12 +261,13 @@ def compile_plan(plan: Plan, device: torch.device, *, kernels: Sequence[KernelEn
         uid: plan.graph.tensors[uid] for step in plan.steps for uid in step.writes if plan.graph.tensors[uid].is_virtual
     }
     zeroed = {uid for step in steps if isinstance(step, FusedStep) for uid in step.zeroed}
+    partly_written = {uid for step in plan.fused_steps for uid in _partly_written(step, entries[step.kernel])}
     return Executable(
         plan=plan,
         device=device,
         steps=steps,
         virtual=tuple(virtual.values()),
-        partly_written=frozenset(uid for step in plan.fused_steps for uid in _outputs_with_rows(step)) - zeroed,
+        partly_written=frozenset(partly_written - zeroed),
         symbols=tuple(s.name for s in plan.graph.symbols),
         not_capturable=tuple(f"{s.kernel}: {s.capture_reason}" for s in plan.steps if not s.capturable),
     )
@@ -285,12 +286,12 @@ def _compile_step(plan: Plan, step: Step, device: torch.device, entries: Mapping
             attributes=node.spec.complete(node.attribute),
             specs={**inputs, **graph.outputs_of(node)},
         )
-    problem = step.match.problem
+    problem, entry = step.match.problem, entries[step.kernel]
     try:
-        kernel = entries[step.kernel].build(problem, device, step.variant)
+        kernel = entry.build(problem, device, step.variant)
     except DECLINES as error:
         raise KernelDeclined(step.kernel) from error
-    offsets, partial = step.buffers.get("offsets"), _outputs_with_rows(step)
+    offsets, partial = step.buffers.get("offsets"), _partly_written(step, entry)
     return FusedStep(
         kernel=kernel,
         roles=tuple(step.buffers.items()),
@@ -315,12 +316,16 @@ def _has_padding(problem: Problem, role: str) -> bool:
     return layout.matrix((rows, columns)) != layout.storage((rows, columns))
 
 
-def _outputs_with_rows(step: Step) -> tuple[int, ...]:
+def _partly_written(step: Step, entry: KernelEntry) -> tuple[int, ...]:
     """The outputs of which a fused kernel may leave out rows: those outside every group, where there are groups."""
     if "offsets" not in step.buffers:
         return ()
+    left_out = [
+        role for role in step.buffers
+        if role not in ROLES_WITHOUT_ROWS and (role.startswith("sf_") or not entry.zeroes_rows)
+    ]  # fmt: skip
     written = set(step.writes)
-    return tuple(u for role, u in step.buffers.items() if u in written and role not in ROLES_WITHOUT_ROWS)
+    return tuple(step.buffers[role] for role in left_out if step.buffers[role] in written)
 
 
 def _read_within_groups(plan: Plan, uid: int, offsets: int | None) -> bool:

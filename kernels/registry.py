@@ -38,7 +38,8 @@ class KernelEntry:
     `id` never changes meaning. `module` has `build(problem, device) -> FusedKernel`. `evidence` says how far it is
     known to work: "measured" (run here), or "compiled" (cross-compiled, never run). `variants` names other ways to
     build it for a problem, the same in what they compute, which measuring may find faster: `build` of `module` then
-    takes the name as a third argument.
+    takes the name as a third argument. `zeroes_rows`: it writes zeros to the rows outside every group of all outputs
+    but scales, so that nobody else has to.
     """
 
     id: str
@@ -53,6 +54,7 @@ class KernelEntry:
     capturable: bool = True
     launches: Callable[[Problem], int] = lambda problem: 1
     variants: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
+    zeroes_rows: bool = False
 
     def supports(self, problem: Problem, arch: Arch) -> tuple[Reason, ...]:
         """Every reason why this kernel cannot serve `problem` on `arch`; empty where it can."""
@@ -86,6 +88,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         deterministic=True,
         launches=hopper_support.launches,
         variants=hopper_support.variants,
+        zeroes_rows=True,
     ),
     KernelEntry(
         id="cudnn.grouped_gemm_dglu.bf16",

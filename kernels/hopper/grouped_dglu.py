@@ -78,7 +78,8 @@ class GroupedDglu:
         return self._kernel_bytes(bindings) + 8 * self._experts * self._discrete
 
     def run(self, buffers: Mapping[str, Buffer], workspace: torch.Tensor | None, bindings: Mapping[str, int]) -> None:
-        """Launches on torch's current stream. Rows outside the groups are not written in d, activation and codes."""
+        """Launches on torch's current stream. Rows outside every group become zero in d, dprob, activation and codes;
+        scales of such rows, and the padding of scales, are not written."""
         given: dict[str, Any] = {role: buffers[role] for role in self._roles}
         if "prob" in given:
             given["prob"] = given["prob"].reshape(-1)

@@ -1,7 +1,7 @@
 """What the compiled Hopper dGLU function does with its arguments, in float64 on the CPU, and what it demands of them.
 
-Stands where the compiled object would: `host.launch` and the adapter run as they are. Like the kernel it writes the
-rows of groups alone (dprob: every row), real scales and no padding, and scribbles over its workspace.
+Stands where the compiled object would: `host.launch` and the adapter run as they are. Like the kernel it writes zeros
+to the rows outside every group, the scales of groups' rows alone, and scribbles over its workspace.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ class Emulated:
         total, gate_at = int(offsets[-1]), gate_columns(f.glu_layout, n)
         both = (gate_at, gate_at + {"concatenated": n, "interleaved32": 32, "interleaved1": 1}[f.glu_layout])
         dx = torch.zeros(total, n2, dtype=torch.float64)
-        if dprob is not None:
-            dprob[total:] = 0
+        for output in (d, dprob, activation, q_row, q_col):
+            if output is not None:
+                output[total:] = 0
         for g, (start, end) in enumerate(self._groups(offsets)):
             scale = float(alpha[g]) ** f.alpha_exponent if alpha is not None else 1.0
             r = scale * (dy[start:end].double() @ weights[g].double())

@@ -91,6 +91,14 @@ def test_one_configuration_serves_every_row_count(gpu: Any, emulated: list[Any],
     assert len(emulated) == 1 and emulated[0].calls == 4
 
 
+def test_only_scales_are_zeroed_for_the_kernel(gpu: Any) -> None:
+    """The kernel zeroes the rows outside every group itself: a call does not fill its outputs first."""
+    graph, tensors = gpu.build(gpu.CASES["everything"])
+    executable = graph._plan_set.executable(0)
+    scales = {tensors[name].uid for name in ("sf_row", "sf_col")}
+    assert executable.partly_written | set(executable.steps[0].zeroed) == scales
+
+
 # ------------------------------------------------------------------ the adapter alone
 
 
