@@ -29,15 +29,18 @@ import multiprocessing
 import os
 import random
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from opfuse.kernels.sm90 import host, tune
-from opfuse.kernels.sm90.config import DgluConfig
+from opfuse.kernels.sm90.config import DgluConfig, Schedule
 
 HERE = Path(__file__).parent
+Call = Callable[..., Any]
 FUSED = DgluConfig(has_prob=True, has_dprob=True)
 CONFIGS = {
     "fused": FUSED,
@@ -65,12 +68,14 @@ def group_sizes(split: str, L: int, M: int, align: int = 256) -> list[int]:
 
 
 def make_inputs(L: int, M: int, H: int, I: int, split: str) -> dict[str, torch.Tensor]:
-    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
     return {
-        "dy": torch.randn(M, H, **bf16),
-        "b": (torch.randn(L, I, H, **bf16) / H**0.5).transpose(1, 2),  # logical (L, K, N), K-major
+        "dy": randn(M, H),
+        "b": (randn(L, I, H) / H**0.5).transpose(1, 2),  # logical (L, K, N), K-major
         "offsets": torch.tensor(group_sizes(split, L, M)).cumsum(0).to(torch.int32).cuda(),
-        "c": torch.randn(M, 2 * I, **bf16),
+        "c": randn(M, 2 * I),
         "prob": torch.rand(M, device="cuda") + 0.25,
     }
 
@@ -78,7 +83,7 @@ def make_inputs(L: int, M: int, H: int, I: int, split: str) -> dict[str, torch.T
 # ---- arms ------------------------------------------------------------------------------------------------------------
 
 
-def dswiglu(r, c, prob):
+def dswiglu(r: torch.Tensor, c: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """r (M, I), c (M, 2I) in 32-wide gate and up blocks -> gradient (M, 2I), dprob (M,)."""
     m, i2 = c.shape
     blocks = c.view(m, i2 // 64, 2, 32)
@@ -90,7 +95,7 @@ def dswiglu(r, c, prob):
     return grads.view(m, i2).to(c.dtype), (r * silu * up).sum((1, 2))
 
 
-def mxfp8(x, dim: int):
+def mxfp8(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 codes and E8M0 scales of 32-blocks along a dimension, exponent rounded up."""
     m, n = x.shape
     blocks = x.float().view(m, n // 32, 32) if dim == 1 else x.float().view(m // 32, 32, n)
@@ -100,12 +105,12 @@ def mxfp8(x, dim: int):
     return codes, (exponent + 127).to(torch.uint8)
 
 
-def dswiglu_quantized(r, c, prob):
+def dswiglu_quantized(r: torch.Tensor, c: torch.Tensor, prob: torch.Tensor) -> tuple:
     d, dprob = dswiglu(r, c, prob)
     return d, dprob, mxfp8(d, 1), mxfp8(d, 0)
 
 
-def fused_arm(config: DgluConfig, inputs: dict, L: int, M: int, H: int, I: int):
+def fused_arm(config: DgluConfig, inputs: dict, L: int, M: int, H: int, I: int) -> tuple[Call, Schedule]:
     """(call, schedule) of one configuration of the fused kernel."""
     config = tune.schedule_for(config, n=I, k=H)
     out = {"dprob": torch.empty(M, device="cuda")}
@@ -121,7 +126,7 @@ def fused_arm(config: DgluConfig, inputs: dict, L: int, M: int, H: int, I: int):
     return lambda: host.launch(config, **inputs, **out), config.schedule
 
 
-def unfused_arm(inputs: dict, L: int, M: int, H: int, I: int):
+def unfused_arm(inputs: dict, L: int, M: int, H: int, I: int) -> Call:
     """The same graph as a user writes it, planned without fusion."""
     from opfuse.graph_ops import DataType, GluLayout, Graph
 
@@ -138,17 +143,17 @@ def unfused_arm(inputs: dict, L: int, M: int, H: int, I: int):
     return lambda: g(inputs)
 
 
-def quack_arms(inputs: dict) -> dict:
+def quack_arms(inputs: dict) -> dict[str, Call]:
     """QuACK's fastest configurations on these shapes, of those that do not spill: {name: call}."""
     try:
-        from quack.epilogue.library import dgated_mod
-        from quack.gemm_config import GemmConfig
+        from quack.epilogue.library import dgated_mod  # type: ignore[import-not-found]
+        from quack.gemm_config import GemmConfig  # type: ignore[import-not-found]
     except ImportError:
         return {}
     mod = dgated_mod("swiglu", has_scale=True, has_reduce=True)
     cu = torch.cat([torch.zeros(1, dtype=torch.int32, device="cuda"), inputs["offsets"]])
 
-    def arm(cluster_m: int):
+    def arm(cluster_m: int) -> Call:
         config = GemmConfig(tile_m=128, tile_n=128, pingpong=True, cluster_m=cluster_m, cluster_n=3 - cluster_m)
         return lambda: mod(
             inputs["dy"], inputs["b"], inputs["c"], config=config, tuned=False, dynamic_scheduler=True,
@@ -161,13 +166,13 @@ def quack_arms(inputs: dict) -> dict:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def interleaved(calls: dict, rounds: int) -> dict[str, float]:
+def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     """Median milliseconds of every call; each round runs all of them, so that they share the GPU's state."""
     flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
     for call in calls.values():
         call()
         call()
-    events = {name: [] for name in calls}
+    events: dict[str, list] = {name: [] for name in calls}
     order = list(calls.items())
     for i in range(rounds):
         # In an order of its own: after an arm that draws little power the next one runs at a higher clock.
@@ -191,7 +196,7 @@ def copy_rate() -> float:
     return 2e3 * 2**31 / interleaved({"copy": lambda: y.copy_(x)}, 9)["copy"]
 
 
-def host_microseconds(call) -> float:
+def host_microseconds(call: Call) -> float:
     """Host time of one launch while the stream is busy."""
     call()
     torch.cuda.synchronize()
@@ -203,11 +208,11 @@ def host_microseconds(call) -> float:
     return spent * 1e4
 
 
-def measure(shape: dict, split: str, copy: float, rounds: int, compiled) -> dict:
+def measure(shape: dict, split: str, copy: float, rounds: int, compiled: list[Call] | None) -> dict:
     L, M, H, I = (shape[k] for k in "LMHI")
     inputs = make_inputs(L, M, H, I, split)
     x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    calls = {
+    calls: dict[str, Call] = {
         "dense": lambda: x @ y.T,
         "gmm": lambda: torch._grouped_mm(inputs["dy"], inputs["b"], offs=inputs["offsets"], out_dtype=torch.bfloat16),
     }
@@ -226,14 +231,14 @@ def measure(shape: dict, split: str, copy: float, rounds: int, compiled) -> dict
         with contextlib.suppress(ImportError):
             calls["unfused"] = unfused_arm(inputs, L, M, H, I)
     quack = quack_arms(inputs)
-    idle = {k: calls.pop(k) for k in ("compiled", "compiled_q", "unfused") if k in calls}
+    idle: dict[str, Call] = {k: calls.pop(k) for k in ("compiled", "compiled_q", "unfused") if k in calls}
     times = interleaved(calls | quack, rounds)
     # Their elementwise kernels let the GPU cool, which would favour whoever comes next.
     times |= interleaved(idle, rounds) if idle else {}
     rate = 2 * 8192**3 / times["dense"]
     times["floor"] = max(2 * M * I * H / rate, 2e3 * (M * H + L * I * H + 4 * M * I) / copy)
     row |= {k: times.get(k) for k in ("floor", "dense", "gmm", "compiled", "compiled_q", *CONFIGS, "unfused")}
-    best = min(quack, key=times.get) if quack else None
+    best = min(quack, key=lambda name: times[name]) if quack else None
     row["quack"] = times[best] if best else None
     row["config"]["quack"] = best
     return row
@@ -297,8 +302,8 @@ def _compile(config: DgluConfig) -> bytes:
 
 def build(shapes: list[dict]) -> None:
     """Compiles every configuration that the table picks for these shapes, in parallel processes."""
-    wanted = {tune.schedule_for(c, n=s["I"], k=s["H"]) for s in shapes for c in CONFIGS.values()}
-    wanted = sorted((c for c in wanted if c not in host._functions), key=repr)
+    chosen = {tune.schedule_for(c, n=s["I"], k=s["H"]) for s in shapes for c in CONFIGS.values()}
+    wanted = sorted((c for c in chosen if c not in host._functions), key=repr)
     if not wanted:
         return
     workers = max(1, min(len(wanted), (os.cpu_count() or 2) - 1))

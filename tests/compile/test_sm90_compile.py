@@ -23,7 +23,7 @@ from opfuse.kernels.sm90.config import SMEM_LIMIT, Activation, DgluConfig, illeg
 pytestmark = pytest.mark.compile
 
 BASE = DgluConfig(has_prob=True, has_dprob=True)
-CODES = {"d_dtype": None, "q_row_dtype": "e4m3", "q_col_dtype": "e4m3"}
+CODES = replace(BASE, d_dtype=None, q_row_dtype="e4m3", q_col_dtype="e4m3")
 # Options, and the (N, K) whose schedule the table picks.
 SHIPPED: dict[str, tuple[DgluConfig, int, int]] = {
     "wide": (BASE, 1536, 4096),
@@ -42,10 +42,10 @@ SHIPPED: dict[str, tuple[DgluConfig, int, int]] = {
     "fp16": (replace(BASE, ab_dtype="fp16", c_dtype="fp16", d_dtype="fp16"), 1536, 4096),
     "fp32": (replace(BASE, c_dtype="fp32", d_dtype="fp32"), 1536, 4096),
     "row codes": (replace(BASE, d_dtype=None, q_row_dtype="e4m3"), 2048, 7168),
-    "codes": (replace(BASE, **CODES), 2048, 7168),
-    "codes small": (replace(BASE, **CODES), 768, 2048),
-    "codes and d": (replace(BASE, **{**CODES, "d_dtype": "bf16"}), 2048, 7168),
-    "codes and dbias": (replace(BASE, **CODES, dbias_dtype="bf16"), 768, 2048),
+    "codes": (CODES, 2048, 7168),
+    "codes small": (CODES, 768, 2048),
+    "codes and d": (replace(CODES, d_dtype="bf16"), 2048, 7168),
+    "codes and dbias": (replace(CODES, dbias_dtype="bf16"), 768, 2048),
 }
 
 
@@ -68,6 +68,7 @@ def disassembler() -> str | None:
 
 def machine_code(folder: Path) -> str:
     tool, out = disassembler(), ""
+    assert tool is not None
     for cubin in folder.glob("*.cubin"):
         out += subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     return out
@@ -92,7 +93,8 @@ def main(names: list[str]) -> None:
 def results() -> dict[str, dict]:
     """Both halves of the configurations in two processes at once."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    names, out = list(SHIPPED), {}
+    names = list(SHIPPED)
+    out: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         running = []
         for half in (names[::2], names[1::2]):

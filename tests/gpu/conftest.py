@@ -34,7 +34,7 @@ def pytest_sessionfinish(session, exitstatus) -> None:
         return
     import torch
 
-    versions = {"torch": torch.__version__}
+    versions = {"torch": str(torch.__version__)}
     for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         versions[name] = importlib.metadata.version(name)
     record = {

@@ -17,14 +17,14 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-import harness  # noqa: E402
+import harness  # type: ignore[import-not-found]  # noqa: E402
 from opfuse.kernels.sm90 import host, tune  # noqa: E402
 from opfuse.kernels.sm90.config import Activation, DgluConfig, Schedule, illegal  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 BASE = DgluConfig(has_prob=True, has_dprob=True, schedule=tune.P128)
-ROW_COL = {"q_row_dtype": "e4m3", "q_col_dtype": "e4m3"}
+ROW_COL = replace(BASE, q_row_dtype="e4m3", q_col_dtype="e4m3")
 # Plain outputs take any split; swizzled scales need 128-row groups, plain column scales 32-row ones.
 ANY = [[256, 512], [0, 1, 300, 0, 77, 640, 129, 0], [0, 0, 1000], [1, 1, 1], [700, 0, 0], [512, 256, 0]]
 ALIGNED_32 = [[64, 0, 32, 96], [32, 320, 0]]
@@ -67,14 +67,14 @@ CASES: dict[str, DgluConfig] = {
     "row": replace(BASE, d_dtype="fp32", q_row_dtype="e4m3"),
     "row e5m2 plain": replace(BASE, d_dtype="fp32", q_row_dtype="e5m2", sf_swizzled=False, glu_layout="concatenated"),
     "col": replace(BASE, d_dtype="fp32", q_col_dtype="e4m3", schedule=tune.P96),
-    "row col": replace(BASE, d_dtype="fp32", **ROW_COL, schedule=tune.P96),
+    "row col": replace(ROW_COL, d_dtype="fp32", schedule=tune.P96),
     "row col e5m2 plain": replace(
         BASE, d_dtype="fp32", q_row_dtype="e5m2", q_col_dtype="e5m2", sf_swizzled=False, glu_layout="concatenated",
         schedule=tune.P96,
     ),
-    "codes alone": replace(BASE, d_dtype=None, **ROW_COL, schedule=tune.P96),
+    "codes alone": replace(ROW_COL, d_dtype=None, schedule=tune.P96),
     "everything": replace(
-        BASE, has_alpha=True, has_beta=True, dbias_dtype="fp32", has_amax=True, activation_dtype="bf16", **ROW_COL,
+        ROW_COL, has_alpha=True, has_beta=True, dbias_dtype="fp32", has_amax=True, activation_dtype="bf16",
         schedule=tune.P64,
     ),
 }  # fmt: skip
