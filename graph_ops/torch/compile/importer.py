@@ -29,6 +29,7 @@ from .spellings import (
     FLOATING,
     GROUPED_MM,
     aten,
+    constant_of,
     cut_by,
     decline,
     dims_of,
@@ -135,6 +136,8 @@ class Importer:
     def operand(self, value: Any, reader: fx.Node) -> Operand:
         """An argument of `reader`: a node's tensor, or a number."""
         if isinstance(value, fx.Node):
+            if (number := constant_of(value)) is not None:
+                return number
             if not isinstance(value_of(value), torch.Tensor):
                 raise decline(reader, f"operand {value.name} is a symbolic number", "tensors and numbers")
             return self.value(value)
@@ -257,6 +260,8 @@ class Importer:
 
 # ---------------------------------------------------------------------- aten ops
 
+CONJUNCTIONS = (aten.logical_and.default, aten.bitwise_and.Tensor)
+
 Handler = Callable[[Importer, fx.Node], Tensor]
 
 
@@ -304,10 +309,32 @@ def _clamp(low: int | None, high: int | None) -> Handler:
 
 
 def _select(importer: Importer, node: fx.Node) -> Tensor:
-    mask, yes, no = (importer.operand(a, node) for a in node.args)
-    if not isinstance(mask, Tensor):
-        raise decline(node, f"mask {mask}", "a tensor")
-    return importer.graph.select(mask, yes, no, name=node.name)
+    mask, yes, no = node.args
+    return _selected(importer, node, mask, importer.operand(yes, node), importer.operand(no, node))
+
+
+def _selected(importer: Importer, node: fx.Node, mask: Any, yes: Operand, no: Operand) -> Tensor:
+    """where(a and b, yes, no) is where(a, where(b, yes, no), no)."""
+    if isinstance(mask, fx.Node) and mask in importer.region and mask.target in CONJUNCTIONS:
+        inner = _selected(importer, node, mask.args[1], yes, no).set_data_type(importer._type(node))
+        return _selected(importer, node, mask.args[0], inner, no)
+    held = importer.operand(mask, node)
+    if not isinstance(held, Tensor):
+        raise decline(node, f"mask {held}", "a tensor")
+    return importer.graph.select(held, yes, no, name=node.name)
+
+
+def _conjunction(importer: Importer, node: fx.Node) -> Tensor:
+    raise decline(node, "a conjunction that is no mask of a selection")
+
+
+def _sigmoid_backward(importer: Importer, node: fx.Node) -> Tensor:
+    """dy * (s * (1 - s)); only the product rounds, as in aten."""
+    g = importer.graph
+    dy, s = (importer.value(a) for a in node.args)  # type: ignore[arg-type]
+    rest = g.sub(1.0, s, name=f"{node.name}_rest").set_data_type(DataType.FLOAT)
+    slope = g.mul(s, rest, name=f"{node.name}_slope").set_data_type(DataType.FLOAT)
+    return g.mul(dy, slope, name=node.name)
 
 
 def _sum(importer: Importer, node: fx.Node) -> Tensor:
@@ -347,6 +374,8 @@ HANDLERS: dict[Any, Handler] = {
     aten.maximum.default: _binary("max"),
     aten.minimum.default: _binary("min"),
     aten.silu_backward.default: _swish_backward,
+    aten.sigmoid_backward.default: _sigmoid_backward,
+    **dict.fromkeys(CONJUNCTIONS, _conjunction),
     aten.reciprocal.default: _reciprocal,
     aten.clamp.default: _clamp(1, 2),
     aten.clamp_min.default: _clamp(1, None),

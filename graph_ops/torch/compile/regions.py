@@ -11,6 +11,7 @@ from itertools import pairwise, permutations
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ....kernels.arch import Arch
 from ....kernels.cost import NOMINAL_EXTENT
@@ -28,6 +29,9 @@ from .spellings import (
 )
 
 SIGMOIDS = (aten.silu.default, aten.sigmoid.default)
+FIRST_CHECKPOINT = 1 << 20
+"""Ids of regions for the partitioner, beyond those that the user's own checkpoints count up."""
+
 JOIN_OUTPUTS = 4
 """Outputs that are tried in pairs as gradients of gate and up; a GLU's derivative alone has two or three."""
 
@@ -163,6 +167,31 @@ def drop_whole_slices(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def drop_detaches(graph: fx.Graph) -> None:
+    """Replaces detaches, which mean nothing in a graph that has its derivatives, by what they detach."""
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+
+
+def recompute_inner_values(graph: fx.Graph) -> None:
+    """Asks the partitioner of a joint graph not to save what lies inside a GLU: one node computes it, forward and
+    backward, so to save it would cost memory and the fusion. What the user checkpoints is left as it is."""
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        if (node.op == "placeholder" and "tangents" in node.name) or any(n in late for n in node.all_input_nodes):
+            late.add(node)
+    for number, region in enumerate(find_regions(graph)):
+        early = {n for n in region if n not in late and not is_product(n)}
+        inner = {n for n in early if all(u in early or u in late for u in n.users) and any(u in early for u in n.users)}
+        if any("recompute" in n.meta for n in region):
+            continue
+        for node in inner:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = FIRST_CHECKPOINT + number
+
+
 def clone_views(graph: fx.Graph, region: Sequence[fx.Node]) -> None:
     """Gives every outside reader of a view in the region a view of its own, so that the region's can go."""
     members = set(region)
@@ -236,6 +265,6 @@ def framework_seconds(region: Sequence[fx.Node], arch: Arch, *, one_pass: bool) 
 
 
 __all__ = [
-    "clone_views", "device_of", "drop_whole_slices", "find_regions", "framework_seconds", "is_product", "joins_of",
-    "outputs_of", "sort_topologically",
+    "clone_views", "device_of", "drop_detaches", "drop_whole_slices", "find_regions", "framework_seconds",
+    "is_product", "joins_of", "outputs_of", "recompute_inner_values", "sort_topologically",
 ]  # fmt: skip

@@ -27,12 +27,14 @@ from .merge import merge_gate_up
 from .regions import (
     clone_views,
     device_of,
+    drop_detaches,
     drop_whole_slices,
     find_regions,
     framework_seconds,
     is_product,
     joins_of,
     outputs_of,
+    recompute_inner_values,
     sort_topologically,
 )
 
@@ -109,13 +111,16 @@ class Rewriter:
     regions: list[Region] = field(default_factory=list)
 
     def prepare(self, graph: fx.Graph) -> None:
-        """Merges gate and up of two weights, before forward and backward are cut apart, where the options allow it and
-        a kernel could use it."""
-        if not self.options.fuse_rounding:
-            return
+        """Before forward and backward are cut apart, where a kernel could use it: merges gate and up of two weights, if
+        roundings may fuse, and keeps what lies inside a GLU from being saved."""
         arch = self._arch_of(graph)
-        if arch is not None and (self.options.replace == "raised" or _has_kernels(arch, self.options.disable)):
+        if arch is None or not (self.options.replace == "raised" or _has_kernels(arch, self.options.disable)):
+            return
+        drop_detaches(graph)
+        drop_whole_slices(graph)
+        if self.options.fuse_rounding:
             merge_gate_up(graph)
+        recompute_inner_values(graph)
 
     def _arch_of(self, graph: fx.Graph) -> Arch | None:
         for node in graph.nodes:

@@ -24,7 +24,7 @@ GROUPED_MM = aten._grouped_mm.default
 SLICE, GETITEM = aten.slice.Tensor, operator.getitem
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 CONVERSIONS = (prims.convert_element_type.default, aten._to_copy.default)
-COPIES = (aten.clone.default, aten.alias.default)
+COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
 
 class NotImportable(GraphNotSupportedError):
@@ -166,6 +166,17 @@ def joined_halves(node: fx.Node) -> tuple[fx.Node, fx.Node, GluLayout] | None:
             first, second = (one, other) if one.which == "gate" else (other, one)
             return first.value, second.value, one.layout
     return None
+
+
+def constant_of(node: fx.Node) -> float | None:
+    """The number that a tensor without axes is filled with, as derivatives of clamps spell their zero."""
+    if node.target is aten.scalar_tensor.default:
+        value = node.args[0]
+    elif node.target is aten.full.default and not node.args[0]:
+        value = node.args[1]
+    else:
+        return None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def swish_argument(node: fx.Node) -> fx.Node | None:
