@@ -114,6 +114,8 @@ CASES: dict[str, Case] = {
     ),
     "C08: the last group is empty": Case(sizes=(512, 256, 0)),
     "C08: the last group is empty, discrete": Case(sizes=(512, 256, 0), discrete="list"),
+    "C19: groups that end inside tiles": Case(given=("alpha", "prob"), sizes=(128, 130, 65)),
+    "C57: columns that no atom of scales divides": Case(outputs=("d", "q_row", "q_col"), d=F32, N=416),
     "C22: N == K, k-major": Case(K=256, N=256),
     "C22: N == K, n-major": Case(K=256, N=256, major="n"),
     "all rows in one expert": Case(sizes=(0, 0, 700, 0)),

@@ -148,7 +148,8 @@ def test_c02_nothing_of_recycled_memory_shows() -> None:
     graph, _ = build(case)
     inputs = operands(case, SEED)
     for _ in range(2):
-        spoiled = [torch.full((2**22,), float("nan"), device=DEVICE) for _ in range(16)]
+        sizes = (2**22, 2**18, 2**14, 2**8)  # the allocator keeps large and small blocks apart
+        spoiled = [torch.full((size,), float("nan"), device=DEVICE) for size in sizes for _ in range(12)]
         del spoiled
         called, total = graph(inputs), sum(case.splits[0])
         for name, value in called.items():
@@ -184,6 +185,22 @@ def test_deterministic_graph_repeats_bit_by_bit() -> None:
 
 
 # ------------------------------------------------------------------ buffers
+
+
+def test_c57_nothing_is_written_beside_the_outputs() -> None:
+    """Guard bands on both sides of every output, with columns and rows that no atom of scales divides."""
+    case = CASES["C57: columns that no atom of scales divides"]
+    graph, _ = build(case)
+    inputs = operands(case, SEED)
+    guarded, outputs = {}, {}
+    for name, buffer in poisoned(case, inputs["a"].shape[0]).items():
+        band, size = 512, buffer.numel() * buffer.element_size()
+        guarded[name] = torch.full((size + 2 * band,), 0xA5, dtype=torch.uint8, device=DEVICE)
+        outputs[name] = guarded[name][band : band + size].view(buffer.dtype).view(buffer.shape)
+    run(graph, inputs, outputs)
+    for name, memory in guarded.items():
+        assert bool((memory[:512] == 0xA5).all()), f"{name}: wrote before its first byte, seed {SEED}"
+        assert bool((memory[-512:] == 0xA5).all()), f"{name}: wrote behind its last byte, seed {SEED}"
 
 
 @pytest.mark.parametrize("shift", [256, 8])

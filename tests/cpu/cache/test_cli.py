@@ -13,6 +13,10 @@ from opfuse.graph_ops import cli
 from opfuse.kernels.cache import BUILDING, CacheKey, KernelCache
 
 
+def write_object(path: Path) -> None:
+    path.write_bytes(b"o" * 2**20)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of three whole entries, two of one kernel, and a damaged one, where the command looks for it."""
@@ -20,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = KernelCache(tmp_path / "kernels")
     for kernel, tile in (("sm90.dglu", 96), ("sm90.dglu", 128), ("sm90.glu", 128), ("sm90.glu", 192)):
         key = CacheKey(kernel, "sm90a", "0" * 64, {}, {"tile": tile})
-        cache.get(key, lambda path: path.write_bytes(b"o" * 2**20) and None, lambda path: None)
+        cache.get(key, write_object, lambda path: None)
     (cache.folder / f"{key.digest}.o").write_bytes(b"half")
     return cache.folder
 
