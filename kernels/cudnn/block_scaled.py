@@ -5,7 +5,8 @@ Read from NVIDIA's pages (`row` names the row) and from the code of 1.32.0, whic
 or norm_const the adapters pass ones, which is exact; an absent dprob or pre-activation is scratch.
 
 Known differences within what is served: E8M0 scales round up as ours; a block whose largest magnitude needs a scale
-below 2**-126 is scaled by FLT_MAX and may saturate; a NaN of the gradient does not reach amax.
+below 2**-126 is scaled by FLT_MAX and may saturate; a NaN of the output does not reach amax; a negative norm_const
+gives scales of zero (ours take its magnitude).
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ def pick(conditions: Sequence[Condition], *codes: str) -> tuple[Condition, ...]:
 
 def is_fp8(problem: Problem) -> bool:
     return problem["a"].data_type in FP8
+
+
+def is_fp4(problem: Problem) -> bool:
+    return problem["a"].data_type is FP4
 
 
 def block_size(problem: Problem) -> int:
@@ -185,7 +190,7 @@ OPERANDS = (
 FP4_MAJOR = Condition(
     "FP4_MAJOR", "K-major FP4 weights", lambda p, a: f"b {support.b_major(p)}-major",
     lambda p, a: support.b_major(p) == "k", "FP4 weights pack along K: stride (K*N, 1, K)",
-    lambda p, a: not is_fp8(p) and support.b_major(p) is not None, row="B must be K-major for FP4",
+    lambda p, a: is_fp4(p) and support.b_major(p) is not None, row="B must be K-major for FP4",
 )  # fmt: skip
 
 FORWARD_ALPHA = Condition(
@@ -204,12 +209,13 @@ CODE_PAIR = Condition(
 CODE_FORMAT = Condition(
     "CODE_FORMAT", "E4M3 codes with scales as the operands'", lambda p, a: _code_types(p), lambda p, a: _codes_ok(p),
     "E5M2 codes are scaled by 1/128 there instead of 1/57344, and in dGLU do not compile; FP4 codes of MXFP8 operands "
-    "were not verified", lambda p, a: "q_row" in p or "q_col" in p, row="d_dtype; SFA and SFD share dtype",
+    "were not verified", lambda p, a: "sf_a" in p and ("q_row" in p or "q_col" in p),
+    row="d_dtype; SFA and SFD share dtype",
 )  # fmt: skip
 
 FP4_CODES = Condition(
     "FP4_CODES", "no codes of FP4 operands", lambda p, a: _asked(p), lambda p, a: not any(r in p for r in CODES),
-    "the kernel quantizes its output only behind FP8 operands", lambda p, a: not is_fp8(p),
+    "the kernel quantizes its output only behind FP8 operands", lambda p, a: is_fp4(p),
     row="FP4 ab_dtype only supports d_dtype in {bfloat16, float16, float32}",
 )  # fmt: skip
 
@@ -251,7 +257,7 @@ def fp4_float_d(needs: str) -> Condition:
         "BFLOAT16 or HALF d of FP4 operands with scales of 16" + (f", unless with {needs}" if needs else ""),
         lambda p, a: f"d is {p['d'].data_type!r}, blocks of {block_size(p)}",
         lambda p, a: p["d"].data_type is not DataType.FLOAT or needs in p, "scales of 32, or a 16-bit d",
-        lambda p, a: "d" in p and not is_fp8(p) and block_size(p) == 16,
+        lambda p, a: "d" in p and is_fp4(p) and block_size(p) == 16,
         row="FP4 ab_dtype with sf_vec_size=16 and d_dtype=float32 is not supported",
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from .block_scaled import (
     derived_conditions,
     fp4_float_d,
     geglu,
+    is_fp4,
     is_fp8,
     pick,
     source_type,
@@ -73,7 +74,7 @@ _C_TYPE = Condition(
 _FP4_C = Condition(
     "FP4_C_TYPE", "BFLOAT16 or HALF c of FP4 operands", lambda p, a: f"c is {p['c'].data_type!r}",
     lambda p, a: p["c"].data_type in HALVES, "write a 16-bit copy of the product",
-    lambda p, a: "c" in p and not is_fp8(p), row="FP4 ab_dtype requires c_dtype in {float16, bfloat16}",
+    lambda p, a: "c" in p and is_fp4(p), row="FP4 ab_dtype requires c_dtype in {float16, bfloat16}",
 )  # fmt: skip
 
 _C_LAYOUT = Condition(
@@ -140,8 +141,8 @@ _INSTALLED = pick(support.BF16_DGLU, "CUDNN_VERSION")
 _PRODUCT = (_COLUMNS, _LAYOUT, _C_ROUNDING, _C_TYPE, _C_LAYOUT, FORWARD_ALPHA, _NO_DBIAS)
 
 BF16_GLU: tuple[Condition, ...] = (
-    *_BF16_OPERANDS, _DENSE_K, *_VECTORS, *_PRODUCT, *bias_conditions(scaled=False), _ACT, _FIXED, _D_REQUIRED, _D_STORED,
-    D_LAYOUT, _PLAIN, *_INSTALLED,
+    *_BF16_OPERANDS, _DENSE_K, *_VECTORS, *_PRODUCT, *bias_conditions(scaled=False), _ACT, _FIXED,
+    _D_REQUIRED, _D_STORED, D_LAYOUT, _PLAIN, *_INSTALLED,
 )  # fmt: skip
 """Every condition of the BF16 GLU kernel."""
 
@@ -151,8 +152,8 @@ _CODES = (
 )  # fmt: skip
 
 BLOCK_SCALED_GLU: tuple[Condition, ...] = (
-    *OPERANDS, _DENSE_K, FP4_MAJOR, *_PRODUCT, *bias_conditions(), _FP4_C, RUBIN_ACT, FINITE, SITU_PARAMETERS, *_CODES, _D_SCALED,
-    D_LAYOUT, fp4_float_d("bias"), *derived_conditions(amax_split=False), *_INSTALLED,
+    *OPERANDS, _DENSE_K, FP4_MAJOR, *_PRODUCT, *bias_conditions(), _FP4_C, RUBIN_ACT, FINITE, SITU_PARAMETERS,
+    *_CODES, _D_SCALED, D_LAYOUT, fp4_float_d("bias"), *derived_conditions(amax_split=False), *_INSTALLED,
 )  # fmt: skip
 """Every condition of the unified block-scaled GLU kernel."""
 

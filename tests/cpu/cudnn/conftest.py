@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,7 +156,7 @@ def _scaled(
         "sf_col": dict(dim=col.storage((m, width)), data_type=scale, scale_layout=col),
         "dw": dict(dim=(experts, k, n)),
     }  # fmt: skip
-    operands = ("a", "dy", "offsets", "dw") if wgrad else ("a", "b", "offsets")
+    operands: tuple[str, ...] = ("a", "dy", "offsets", "dw") if wgrad else ("a", "b", "offsets")
     operands += () if not block else ("sf_a", "sf_dy") if wgrad else ("sf_a", "sf_b")
     operands += ("c",) if rule == "grouped_gemm_dglu" else ()
     specs = {}
@@ -175,6 +177,17 @@ def _scaled(
     if not wgrad:
         rounds |= {"d_wide": f32} if "d" in roles and derived else {} if "d" in roles else {"d": f32}
     return Problem(rule, specs, given | dict(attributes or {}), {**rounds, **(rounding or {})}, deterministic)
+
+
+@pytest.fixture(scope="session")
+def program() -> Any:
+    """The cross-compiling program, for its table of cases and the graph of each."""
+    path = Path(__file__).parents[2] / "compile" / "cross_compile_cudnn.py"
+    spec = importlib.util.spec_from_file_location("cross_compile_cudnn", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from opfuse.graph_ops.ir.dims import evaluate, symbol, symbols
 from opfuse.graph_ops.ir.dtypes import DataType
-from opfuse.graph_ops.ir.layouts import GluLayout, ScaleLayout
+from opfuse.graph_ops.ir.layouts import GluLayout
 from opfuse.graph_ops.ir.tensor import TensorSpec
 from opfuse.kernels.arch import ARCHES
 from opfuse.kernels.problem import Problem
@@ -43,7 +43,9 @@ def _always(problem: Problem) -> bool:
 
 
 def _extent(problem: Problem, axis: int) -> int:
-    return evaluate(problem["b"].dim[axis] if "b" in problem else (0, problem["a"].dim[1], problem["dy"].dim[1])[axis], {})
+    return evaluate(
+        problem["b"].dim[axis] if "b" in problem else (0, problem["a"].dim[1], problem["dy"].dim[1])[axis], {}
+    )
 
 
 # Where we decline and no class does, on purpose: for which problems, and why.
@@ -66,7 +68,7 @@ EXCEPTIONS: Mapping[str, tuple[Callable[[Problem], bool], str]] = {
     ),
     "D_OR_CODES": (_always, "a class has one D, and cannot be asked for both"),
     "CODE_PAIR": (_always, "a class has one d_dtype for D and D_col; one of the pair is refused with SFD's other half"),
-    "FP4_CODES": (_always, "the dGLU class warns and ignores scales; the others write codes of FP4 operands unverified"),
+    "FP4_CODES": (_always, "dGLU warns and ignores scales; the others write codes of FP4 operands, unverified"),
     "VECTOR_LAYOUT": (_always, "the block-scaled classes compile the strides of vectors in"),
     "GEGLU_PARAMETERS": (_always, "the block-scaled classes take any parameter; the BF16 one has none to give"),
     "COLUMN_SUMS": (_always, "the classes have no such output to ask for"),
@@ -89,7 +91,7 @@ EXCEPTIONS: Mapping[str, tuple[Callable[[Problem], bool], str]] = {
     "MATRIX_LAYOUT": (lambda p: "sf_a" in p, "the block-scaled weight gradient takes other layouts of A and B too"),
     "OPERAND_FORMAT": (
         lambda p: ("dy" in p and "sf_a" in p) or p["b"].discrete,
-        "the weight gradient class takes FP4 packed along the rows, and E4M3 scales whatever their block; addresses say "
+        "the weight gradient class takes FP4 packed along the rows, and E4M3 scales of any block; addresses say "
         "nothing of the type of discrete scales",
     ),
     "C_TYPE": (lambda p: p["c"].data_type is E4M3, "the classes take FP8 C without scales, which no graph can say"),
@@ -112,8 +114,12 @@ def random_problem(rng: random.Random, kernel: str, make: Callable[..., Problem]
     n = _maybe(rng, rng.choice([64, 128, 256]), *((32, 96) if not fp4 else (128,)), 0, 48)
     k = _maybe(rng, rng.choice([64, 128]), 32, 72, 0)
     discrete = not wgrad and (_maybe(rng, True, False) if "discrete" in kernel else rng.random() < 0.4)
-    roles: list[str] = [r for r in ("alpha", "prob", *(("beta", "dprob") if dglu else ())) if not wgrad and rng.random() < 0.5]
-    codes = not bf16 and not wgrad and (not fp4 if dglu or rule == "grouped_gemm_quant" else not fp4 and rng.random() < 0.5)
+    roles: list[str] = [
+        r for r in ("alpha", "prob", *(("beta", "dprob") if dglu else ())) if not wgrad and rng.random() < 0.5
+    ]
+    codes = (
+        not bf16 and not wgrad and (not fp4 if dglu or rule == "grouped_gemm_quant" else not fp4 and rng.random() < 0.5)
+    )
     codes = _maybe(rng, codes, not codes) if not bf16 and not wgrad else False
     if not wgrad:
         roles += [*CODES] if codes else ["d"]
@@ -142,7 +148,7 @@ def random_problem(rng: random.Random, kernel: str, make: Callable[..., Problem]
     scale = _maybe(rng, None, E4M3, E8M0)
     changes: dict[str, dict[str, Any]] = {
         "a": {} if fp4 else {"stride": _maybe(rng, (k, 1), (k + 16, 1))},
-        "c": {"data_type": _maybe(rng, rng.choice([BF16, F16, F32]), E4M3) if dglu or not fp4 else _maybe(rng, BF16, F32),
+        "c": {"data_type": _maybe(rng, rng.choice([BF16, F16, F32] if dglu or not fp4 else [BF16, F16]), E4M3, F32),
               "glu_layout": _maybe(rng, GluLayout.interleaved(32), GluLayout.concatenated())},
         "d": {"data_type": _maybe(rng, rng.choice(floats), F32)},
         "dw": {"data_type": _maybe(rng, rng.choice([BF16, F16, F32]), E4M3)},
@@ -220,6 +226,11 @@ class Translation:
     def code_type(spec: TensorSpec) -> torch.dtype:
         return torch.float4_e2m1fn_x2 if spec.data_type is DataType.FP4_E2M1 else _dtype(spec)
 
+    def block(self) -> int:
+        layout = self.problem["sf_a"].scale_layout
+        assert layout is not None
+        return layout.block_size
+
     def codes(self) -> dict[str, Any]:
         p = self.problem
         norm = torch.empty(1, device="meta") if any(r in p for r in CODES) else None
@@ -230,7 +241,7 @@ class Translation:
         p, m = self.problem, self.m
         if "wgrad" in kernel:
             return self.wgrad()
-        experts, depth, columns = (evaluate(d, {}) for d in p["b"].dim)
+        experts, _, columns = (evaluate(d, {}) for d in p["b"].dim)
         given: dict[str, Any] = {
             "sample_a": self.matrix("a"),
             "sample_sfa": self.scales("sf_a"),
@@ -243,7 +254,7 @@ class Translation:
         d = self.matrix("q_row") if d is None else d
         column = d if column is None else column
         if "sf_a" in p:
-            given |= {"sf_vec_size": p["sf_a"].scale_layout.block_size, **self.codes(), "sample_d_col": column}
+            given |= {"sf_vec_size": self.block(), **self.codes(), "sample_d_col": column}
         elif "quant" not in kernel:
             given |= {"sample_d_col": None}
         if "amax" in p:
@@ -266,7 +277,9 @@ class Translation:
             given["sample_bias"] = self.matrix("bias", (1, 0), 0)
         if "quant" not in kernel:
             c = self.matrix("c")
-            fallback = torch.empty_strided((m, columns, 1), (columns, 1, m * columns), dtype=torch.bfloat16, device="meta")
+            fallback = torch.empty_strided(
+                (m, columns, 1), (columns, 1, m * columns), dtype=torch.bfloat16, device="meta"
+            )
             given["sample_c"] = fallback if c is None else c
         return given
 
@@ -284,7 +297,7 @@ class Translation:
         for role, name in (("sf_a", "sample_sfa"), ("sf_dy", "sample_sfb")):
             if role in p:
                 given[name] = self.matrix(role, (0, 1), 0)
-                given["sf_vec_size"] = p["sf_a"].scale_layout.block_size
+                given["sf_vec_size"] = self.block()
         return given
 
 
@@ -313,7 +326,9 @@ def test_conditions_agree_with_check_support(make_scaled, entries, kernel: str) 
         on_purpose = {c for c in codes if c in EXCEPTIONS and EXCEPTIONS[c][0](problem)}
         theirs = class_verdict(kernel, problem)
         served += not codes
-        if theirs and not codes or (codes - on_purpose and not theirs):
+        if (theirs and not codes) or (codes - on_purpose and not theirs):
             differ.append(f"{index}: ours {sorted(codes)}, theirs {theirs!r}, {problem}")
     assert not differ, f"seed {seed}: {len(differ)} of {count}\n" + "\n".join(differ[:5])
-    assert served > count // 10, f"seed {seed}: only {served} of {count} random problems were served, too few to compare"
+    assert served > count // 10, (
+        f"seed {seed}: only {served} of {count} random problems were served, too few to compare"
+    )

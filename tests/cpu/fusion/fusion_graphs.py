@@ -269,6 +269,48 @@ def wgrad(*, quantized: Collection[str] = ("a", "dy"), axis: int = 0, accumulate
     return p
 
 
+def coded_product(
+    rule: str, *, axes: tuple[int, int] = (1, 0), which: Collection[str] = ("q_row", "q_col"),
+    codes_of: Collection[str] = ("a", "b"), values: DataType = BF16, copied: DataType | None = None,
+    norm: bool = False, act: str = "geglu",
+) -> Parts:  # fmt: skip
+    """A rule's graph with a, b or both behind block_scale_dequantize. `copied`: the type of the value before identity
+    of c (glu) or of d (the others), which then is an output of its own."""
+    p = Parts()
+    columns = 2 * COLUMNS if rule == "grouped_gemm_glu" else COLUMNS
+    operands(p, columns=columns)
+    g, interleaved = p.g, GluLayout.interleaved(32)
+    rows = p["a"].dim[0]
+    for name, dim, axis in (("a", (rows, DEPTH), axes[0]), ("b", (EXPERTS, DEPTH, columns), axes[1])):
+        if name not in codes_of:
+            p[name]._glu_layout = interleaved if name == "b" and rule == "grouped_gemm_glu" else None
+            continue
+        layout_ = ScaleLayout(32, axis)
+        *experts, height, width = dim
+        p.t[f"{name}_codes"] = g.tensor(f"{name}_codes", dim=dim, data_type=E4M3,
+                                        glu_layout=interleaved if rule == "grouped_gemm_glu" and name == "b" else None)
+        p.t[f"sf_{name}"] = g.tensor(f"sf_{name}", dim=(*experts, *layout_.storage((height, width))), data_type=E8M0,
+                                     scale_layout=layout_)  # fmt: skip
+        factor = g.tensor(f"norm_{name}", dim=(1,), data_type=FLOAT) if norm else None
+        p.t[name] = g.block_scale_dequantize(p[f"{name}_codes"], p[f"sf_{name}"], norm_const=factor)
+        p[name].set_data_type(values)
+    product = p.t["y"] = g.grouped_matmul(p["a"], p["b"], p["offsets"])
+    if rule == "grouped_gemm_dglu":
+        c = g.tensor("c", dim=(rows, 2 * COLUMNS), glu_layout=interleaved)
+        p.t["d"], dprob = g.glu_backward(product, c, prob=p["prob"], act=act)
+        p.outputs.append(dprob)
+    elif rule == "grouped_gemm_glu":
+        p.t["d"] = g.glu(product, prob=p["prob"], act=act)
+    else:
+        p.t["d"] = product
+    attach(p, p["d"], split=rule == "grouped_gemm_dglu", which=which)
+    if copied is not None:
+        source = product if rule == "grouped_gemm_glu" else p["d"]
+        source.set_data_type(copied)
+        p.outputs.append(g.identity(source).set_data_type(BF16))
+    return p
+
+
 def row_col(*, x_type: DataType = BF16, row: dict[str, Any] | None = None, col: dict[str, Any] | None = None) -> Parts:
     """Two block_scale_quantize of one graph input."""
     p = Parts()

@@ -417,6 +417,20 @@ def column_norm_from_the_rows() -> Parts:
     return p
 
 
+# With values that another kernel could take, the smaller form would fuse: an activation that no kernel here has.
+variants(
+    "grouped_gemm_dglu", functools.partial(fg.coded_product, "grouped_gemm_dglu", act="swiglu"),
+    ("scales_of_a_along_rows", "PRODUCT_SCALE_AXIS", {"axes": (0, 0)}),
+    ("scales_of_b_along_columns", "PRODUCT_SCALE_AXIS", {"axes": (1, 1)}),
+    ("dequantized_to_half", "DEQUANTIZE_ROUNDING", {"values": DataType.HALF}),
+)  # fmt: skip
+variants(
+    "grouped_gemm_glu", functools.partial(fg.coded_product, "grouped_gemm_glu", act="swiglu"),
+    ("codes_along_rows", "PRODUCT_SCALE_AXIS", {"axes": (0, 0)}),
+    ("copy_of_a_rounded_product", "PRODUCT_WIDE_TYPE", {"copied": DataType.HALF}),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(("rule", "name", "code", "build"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_near_misses_do_not_fuse(rule, name, code, build):
     graph = build().freeze()
