@@ -63,11 +63,11 @@ def b_major(problem: Problem) -> str | None:
     if b.discrete:  # addresses say nothing of strides: each expert's matrix is packed
         packed = {"k": (1, b.dim[1]), "n": (b.dim[2], 1)}
         return next((major for major, strides in packed.items() if (k_stride, n_stride) == strides), None)
-    if known_divisor(b.stride[0]) % ROW_PITCH:
+    if not _divides(b.stride[0], ROW_PITCH):
         return None
-    if k_stride == 1 and known_divisor(n_stride) % ROW_PITCH == 0:
+    if k_stride == 1 and _divides(n_stride, ROW_PITCH):
         return "k"
-    return "n" if n_stride == 1 and known_divisor(k_stride) % ROW_PITCH == 0 else None
+    return "n" if n_stride == 1 and _divides(k_stride, ROW_PITCH) else None
 
 
 def _type_name(problem: Problem, role: str) -> str | None:
@@ -153,8 +153,13 @@ def _typical(extent: Dim) -> int:
     return extent if isinstance(extent, int) else 2048
 
 
+def _divides(stride: Dim, pitch: int) -> bool:
+    """Whether a stride is known to be a multiple of `pitch`; none of a broadcast axis, 0, which TMA was never given."""
+    return stride != 0 and known_divisor(stride) % pitch == 0
+
+
 def _row_pitch(tensor: TensorSpec, pitch: int) -> bool:
-    return tensor.stride[1] == 1 and known_divisor(tensor.stride[0]) % pitch == 0
+    return tensor.stride[1] == 1 and _divides(tensor.stride[0], pitch)
 
 
 def _bad_matrices(p: Problem) -> list[str]:

@@ -209,11 +209,11 @@ def test_served(make_problem, entry, name: str) -> None:
 DECLINED: list[tuple[str, Options]] = [
     ("OPERAND_TYPE", dict(changes={"b": dict(data_type=F16)})),
     ("COLUMN_MULTIPLE", dict(n=symbol("N", 16))),
-    ("COLUMN_MULTIPLE", dict(n=0)),
-    ("DEPTH_MULTIPLE", dict(k=0)),
     ("EXPERTS", dict(experts=symbol("L", 1))),
     ("MATRIX_LAYOUT", dict(roles=("activation",), changes={"activation": dict(stride=(68, 1))})),
     ("MATRIX_LAYOUT", dict(changes={"a": dict(stride=(symbol("P", 4), 1))})),
+    ("MATRIX_LAYOUT", dict(changes={"a": dict(stride=(0, 1))})),
+    ("B_LAYOUT", dict(changes={"b": dict(stride=(0, 1, 64))})),
     ("B_LAYOUT", dict(changes={"b": dict(stride=(64 * 64 + 4, 1, 64))})),
     ("B_LAYOUT", dict(changes={"b": dict(stride=(64 * 68, 1, 68))})),
     ("B_LAYOUT", dict(changes={"b": dict(stride=(64 * 72, 1, 72), discrete=True)})),
@@ -238,6 +238,11 @@ DECLINED: list[tuple[str, Options]] = [
 @pytest.mark.parametrize(("code", "options"), DECLINED, ids=[f"{i} {c}" for i, (c, _) in enumerate(DECLINED)])
 def test_declined(make_problem, entry, code: str, options: Options) -> None:
     assert [r.code for r in entry.supports(make_problem(**options), SM90)] == [code]
+
+
+@pytest.mark.parametrize(("code", "options"), [("COLUMN_MULTIPLE", dict(n=0)), ("DEPTH_MULTIPLE", dict(k=0))])
+def test_empty_products_are_declined(make_problem, entry, code: str, options: Options) -> None:
+    assert code in [r.code for r in entry.supports(make_problem(**options), SM90)]
 
 
 @pytest.mark.parametrize(
