@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from opfuse.kernels.sm90 import tune
-from opfuse.kernels.sm90.config import SMEM_LIMIT, Activation, DgluConfig, illegal, smem_bytes
+from opfuse.kernels.sm90.config import SMEM_LIMIT, Activation, DgluConfig, Schedule, illegal, smem_bytes
 
 pytestmark = pytest.mark.compile
 
@@ -49,7 +50,36 @@ SHIPPED: dict[str, tuple[DgluConfig, int, int]] = {
 }
 
 
+# Random legal configurations, any schedule: what `illegal` accepts compiles. 100 of them take some ten minutes.
+SEEDS = range(int(os.environ.get("OPFUSE_RANDOM_COMPILES", "2")))
+
+
+def random_configuration(seed: int) -> DgluConfig:
+    r = random.Random(seed)
+    while True:
+        pick, quantized = r.choice, r.random() < 0.4
+        config = DgluConfig(
+            ab_dtype=pick(["bf16", "fp16"]), b_major=pick(["k", "n"]), discrete_b=pick([False, True]),
+            glu_layout=pick(["interleaved32", "concatenated", "interleaved1"]),
+            act=Activation(pick(["swiglu", "geglu", "situglu"])), c_dtype=pick(["bf16", "fp16", "fp32"]),
+            d_dtype=pick([None, "bf16", "fp16", "fp32"]), has_prob=pick([False, True]), has_alpha=pick([False, True]),
+            alpha_exponent=pick([1, 2]), has_beta=pick([False, True]), has_dprob=pick([False, True]),
+            activation_dtype=pick([None, "bf16", "fp16"]), dbias_dtype=pick([None, "bf16", "fp32"]),
+            has_amax=pick([False, True]), q_row_dtype=pick([None, "e4m3", "e5m2"]) if quantized else None,
+            q_col_dtype=pick([None, "e4m3", "e5m2"]) if quantized else None, sf_swizzled=pick([False, True]),
+            schedule=Schedule(
+                tile_m=pick([64, 128, 256]), tile_n=pick([64, 96, 128, 160, 192, 224, 256]),
+                pingpong=pick([False, True]), cluster_m=pick([1, 2]), cluster_n=pick([1, 2]),
+                ab_stages=pick([2, 3, 4, 5, 6]), ring_chunks=pick([2, 4]), band=pick([4, 8, 16]),
+            ),
+        )  # fmt: skip
+        if not illegal(config):
+            return config
+
+
 def configuration(name: str) -> DgluConfig:
+    if name.startswith("random "):
+        return random_configuration(int(name.split()[1]))
     config, n, k = SHIPPED[name]
     return tune.schedule_for(config, n=n, k=k)
 
@@ -93,7 +123,7 @@ def main(names: list[str]) -> None:
 def results() -> dict[str, dict]:
     """Both halves of the configurations in two processes at once."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    names = list(SHIPPED)
+    names = [*SHIPPED, *(f"random {seed}" for seed in SEEDS)]
     out: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         running = []
@@ -110,7 +140,7 @@ def results() -> dict[str, dict]:
     return out
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [*SHIPPED, *(f"random {seed}" for seed in SEEDS)])
 def test_compiles_without_a_gpu(results, name):
     assert results[name]["object"] > 10_000
 

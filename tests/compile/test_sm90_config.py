@@ -81,6 +81,14 @@ def test_every_reason_is_given():
     assert len(reasons) == 5
 
 
+def test_an_illegal_configuration_is_not_compiled():
+    """Declined with every reason, before the DSL is imported."""
+    from opfuse.kernels.sm90 import host
+
+    with pytest.raises(host.UnsupportedConfig, match=r"ab_dtype is 'fp32'.*cluster 2x2"):
+        host.compile_dglu(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
+
+
 def test_problem_sizes():
     assert "N is 40" in illegal(BASE, n=40)[0]
     assert "K is 12" in illegal(BASE, k=12)[0]
