@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from opfuse.graph_ops import DataType, GluLayout, Graph
+from opfuse.graph_ops.buffers import torch_dtype
 from opfuse.graph_ops.ir.layouts import ScaleLayout
 from opfuse.kernels.reference import evaluate_graph
 from opfuse.kernels.reference.codes import decode, decode_e8m0
@@ -170,11 +175,6 @@ def written(case: Case) -> list[str]:
     return [name for name in OUTPUT_NAMES if name in case.outputs or name in sides]
 
 
-def torch_type(data_type: DataType) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, data_type.info.torch_name)
-    return dtype
-
-
 def operands(case: Case, seed: int) -> dict[str, Any]:
     """Unit-scale inputs on the device; factors that show when they are left out or applied twice."""
     sizes, tail = case.splits
@@ -182,7 +182,7 @@ def operands(case: Case, seed: int) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int, dtype: DataType, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=g) * scale).to(torch_type(dtype)).to(DEVICE)
+        return (torch.randn(*shape, generator=g) * scale).to(torch_dtype(dtype)).to(DEVICE)
 
     def pick(count: int, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values)[torch.randint(len(values), (count,), generator=g)].to(DEVICE)
@@ -232,7 +232,7 @@ def poisoned(case: Case, rows: int) -> dict[str, torch.Tensor]:
     made = {}
     for name in written(case):
         shape, data_type = shapes[name]
-        made[name] = torch.empty(shape, dtype=torch_type(data_type), device=DEVICE)
+        made[name] = torch.empty(shape, dtype=torch_dtype(data_type), device=DEVICE)
         made[name].view(torch.uint8).fill_(POISON)
     return made
 
@@ -400,9 +400,6 @@ def configurations(cases: Sequence[Case]) -> list[Any]:
     return list(found)
 
 
-# ------------------------------------------------------------------ what single tests need
-
-
 def finish_within(seconds: float, what: str) -> None:
     event = torch.cuda.Event()
     event.record()
@@ -468,3 +465,34 @@ def ready(case: Case) -> tuple[Graph, dict[str, Any], torch.Tensor | None]:
     nbytes = graph.get_workspace_size({"M": rows})
     workspace = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) if nbytes else None
     return graph, {**inputs, **poisoned(case, rows)}, workspace
+
+
+COMPILE = """
+import json, sys
+from pathlib import Path
+from opfuse.kernels.cache import KernelCache
+from opfuse.kernels.hopper import grouped_dglu
+from opfuse.kernels.sm90.config import Activation, DgluConfig, Schedule
+cache = KernelCache(Path(sys.argv[1]))
+for f in json.load(sys.stdin):
+    parts = {"act": Activation(**f["act"]), "schedule": Schedule(**f["schedule"])}
+    grouped_dglu.compiled(DgluConfig(**{**f, **parts}), cache)
+"""
+
+
+def fill(folder: Path, wanted: Sequence[Any]) -> None:
+    """Compiles configurations into the cache at `folder`, by as many processes as there are cores."""
+    count = max(1, min(len(wanted), os.cpu_count() or 1, 16))
+    workers = [
+        subprocess.Popen([sys.executable, "-c", COMPILE, str(folder)], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+                         text=True)
+        for _ in range(count)
+    ]  # fmt: skip
+    for i, worker in enumerate(workers):
+        assert worker.stdin is not None
+        worker.stdin.write(json.dumps([c.as_dict() for c in wanted[i::count]]))
+        worker.stdin.close()
+        worker.stdin = None
+    for worker in workers:
+        _, errors = worker.communicate(timeout=300)
+        assert worker.returncode == 0, errors[-3000:]

@@ -6,7 +6,6 @@ the case and the seed.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -38,6 +37,7 @@ from graph_dglu import (  # type: ignore[import-not-found]
     check,
     configurations,
     declare,
+    fill,
     finish_within,
     milliseconds,
     need_memory,
@@ -57,20 +57,9 @@ from opfuse.graph_ops import StateError
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs an sm_90 GPU")]
 DEVICE = "cuda"
+ACTIVATIONS = {act: replace(CASES["deterministic"], act=act) for act in ("swiglu", "geglu", "situglu")}
 
 # ------------------------------------------------------------------ kernels of this run
-
-COMPILE = """
-import json, sys
-from pathlib import Path
-from opfuse.kernels.cache import KernelCache
-from opfuse.kernels.hopper import grouped_dglu
-from opfuse.kernels.sm90.config import Activation, DgluConfig, Schedule
-cache = KernelCache(Path(sys.argv[1]))
-for f in json.load(sys.stdin):
-    parts = {"act": Activation(**f["act"]), "schedule": Schedule(**f["schedule"])}
-    grouped_dglu.compiled(DgluConfig(**{**f, **parts}), cache)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +69,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from opfuse.kernels.hopper import grouped_dglu
 
     folder = tmp_path_factory.mktemp("kernels")
-    wanted = configurations([*CASES.values(), BIG, replace(BIG, outputs=("d", "dprob", "dbias")), TUNED, MANY, LONG,
-                             HEAVY, GRID])  # fmt: skip
-    count = max(1, min(len(wanted), os.cpu_count() or 1, 16))
-    workers = [
-        subprocess.Popen([sys.executable, "-c", COMPILE, str(folder)], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-                         text=True)
-        for _ in range(count)
-    ]  # fmt: skip
-    for i, worker in enumerate(workers):
-        assert worker.stdin is not None
-        worker.stdin.write(json.dumps([c.as_dict() for c in wanted[i::count]]))
-        worker.stdin.close()
-        worker.stdin = None
-    for worker in workers:
-        _, errors = worker.communicate(timeout=300)
-        assert worker.returncode == 0, errors[-3000:]
+    single = [BIG, replace(BIG, outputs=("d", "dprob", "dbias")), TUNED, MANY, LONG, HEAVY, GRID, *ACTIVATIONS.values()]
+    wanted = configurations([*CASES.values(), *single])
+    fill(folder, wanted)
     known = KernelCache(folder)
     before, grouped_dglu.kernel_cache = grouped_dglu.kernel_cache, lambda: known  # type: ignore[assignment]
     yield known
@@ -172,6 +148,25 @@ def test_c36_clamped_gradients_keep_equality() -> None:
     got = graph(inputs)["d"]
     assert torch.equal((got == 0).cpu(), want == 0), f"a mask differs, seed {SEED}"
     assert relative(got, want) <= 3e-3, f"seed {SEED}"
+
+
+DROPPED = pytest.mark.xfail(reason="the kernel's minimum and maximum take the number where the other one is NaN")
+
+
+@pytest.mark.parametrize(
+    ("act", "output"),
+    [("swiglu", "d"), ("situglu", "d"), pytest.param("geglu", "d", marks=DROPPED), ("swiglu", "dbias"),
+     pytest.param("swiglu", "amax", marks=DROPPED)],
+)  # fmt: skip
+def test_a_nan_in_the_pre_activation_shows(act: str, output: str) -> None:
+    """It reaches what the unfused plan has it reach: a run that diverges is seen."""
+    case = ACTIVATIONS[act]
+    graph, _ = build(case)
+    apart, _ = build(case, fused=False)
+    inputs = operands(case, SEED)
+    inputs["c"][5, 3], inputs["c"][300, 40] = float("nan"), float("nan")  # a gate and an up
+    got, want = graph(inputs)[output], apart(inputs)[output]
+    assert bool(want.isnan().any()) and torch.equal(got.isnan(), want.isnan()), f"{output}, seed {SEED}"
 
 
 def test_deterministic_graph_repeats_bit_by_bit() -> None:
