@@ -20,6 +20,7 @@ from ...graph_ops.ir.errors import VariantPackError
 from ..addresses import AddressArrays
 from ..problem import Problem
 from . import support, versions
+from .operands import Argument, torch_type
 
 REGION_ALIGNMENT = 128
 
@@ -71,18 +72,6 @@ class DgluConfiguration:
         )
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One operand of the class: the role it comes from, and the strided view of that role's memory it wants."""
-
-    role: str
-    sample: str  # keyword of the constructor
-    execute: str  # keyword of execute
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    data_type: DataType
-
-
 @lru_cache(maxsize=1024)
 def arguments(configuration: DgluConfiguration, rows: int) -> tuple[Argument, ...]:
     """The operands for `rows` rows, as NVIDIA's page of the kernel has them (N-major weights: as its code does)."""
@@ -131,12 +120,6 @@ def options(configuration: DgluConfiguration) -> dict[str, Any]:
             "b_dtype": torch.bfloat16,
         }
     return given
-
-
-def torch_type(data_type: DataType) -> torch.dtype:
-    """The torch dtype that stores `data_type`."""
-    found: torch.dtype = getattr(torch, data_type.info.torch_name)
-    return found
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -110,7 +110,7 @@ def declare(case: dict[str, Any]) -> OpGraph:
         return finished(g)
     _, block, scale, d_type = FAMILIES[family]
     stride = (K * n, 1, K) if case.get("major", "k") == "k" else (K * n, n, 1)
-    layout = {"glu_layout": LAYOUT} if "glu" in kernel and "dglu" not in kernel else {}
+    layout: dict[str, Any] = {"glu_layout": LAYOUT} if "glu" in kernel and "dglu" not in kernel else {}
     a = _operand(g, "a", (m, K), family, 1)
     b = _operand(g, "b", (EXPERTS, K, n), family, 0, stride=stride, discrete=case["discrete"], **layout)
     forward = "dglu" not in kernel

@@ -303,6 +303,7 @@ def test_no_rows_launch_nothing_and_zero_what_is_summed(program, emulated) -> No
     case = program.CASES["grouped_gemm_dglu.block_scaled-mxfp8-swiglu-dense-dbias_amax"]
     entry = next(k for k in KERNELS if k.id == case["kernel"])
     (step,) = make_plan(program.declare(case), ARCHES["sm100"], kernels=[entry]).fused_steps
+    assert step.match is not None
     kernel = entry.build(step.match.problem, "cpu")
     buffers = {role: torch.full(t.shape({"M": 0}), 1.0) for role, t in step.match.problem.tensors.items()}
     kernel.run(buffers, None, {"M": 0})
@@ -314,6 +315,7 @@ def test_a_missing_workspace_is_a_named_error(program, emulated) -> None:
     case = program.CASES["grouped_gemm_glu.block_scaled-mxfp8-swiglu-dense"]
     entry = next(k for k in KERNELS if k.id == case["kernel"])
     (step,) = make_plan(program.declare(case), ARCHES["sm100"], kernels=[entry]).fused_steps
+    assert step.match is not None
     kernel = entry.build(step.match.problem, "cpu")
     with pytest.raises(VariantPackError, match="WORKSPACE"):
         kernel.run({}, None, {"M": 256})
