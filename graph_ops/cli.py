@@ -95,12 +95,15 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _rules(options: argparse.Namespace) -> int:
-    """Every fusion with every kernel that serves it, and what each requires."""
+    """Every fusion with every kernel that serves it, and what each requires; as Markdown also what runs where."""
     from ..fusion_rules.support import support_table
+    from .support_matrix import markdown, support_matrix
     from .support_text import FORMATS
 
     rows: tuple[SupportRow, ...] = support_table()
     print(FORMATS[options.format](rows).rstrip("\n"))
+    if options.format == "markdown":
+        print("\n" + markdown(support_matrix()))
     return DONE
 
 

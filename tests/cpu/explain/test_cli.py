@@ -159,7 +159,9 @@ def test_rules_in_every_format(capsys):
     _, as_json, _ = run(capsys, "rules", "--format", "json")
     data = json.loads(as_json)
     assert [(r["rule"], r["kernel"]) for r in data] == [(r.rule, r.kernel) for r in rows]
-    assert len(markdown.strip().split("\n")) == 2 + len(rows)
+    table, _, matrix = markdown.partition("\n\n")
+    assert len(table.strip().split("\n")) == 2 + len(rows)
+    assert matrix.startswith("| rule | operands | weights | act | sm90 |")
     for row in rows:
         assert row.rule in text and f"`{row.rule}`" in markdown and row.algebra in text
         assert all(f"{c}: {r}" in text for c, r in zip(row.codes, row.requires, strict=True))

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 from opfuse.fusion_rules.support import support_table
-from opfuse.graph_ops import cli
+from opfuse.graph_ops import cli, support_matrix
 from opfuse.graph_ops.support_text import markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
-TABLE = re.compile(r"(?<=<!-- support table -->\n).*?(?=<!-- end of support table -->)", re.DOTALL)
+TABLES = {
+    "support table": lambda: markdown(support_table()),
+    "support matrix": lambda: support_matrix.markdown(support_matrix.support_matrix()),
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -35,12 +38,13 @@ def test_the_example_runs(capsys):
     assert not out["dbias"][1].any() and out["dbias"][0].any(), "an empty expert sums to zero"
 
 
-def test_the_support_table_is_current():
-    wanted = markdown(support_table()) + "\n"
-    text = README.read_text()
+@pytest.mark.parametrize("name", TABLES)
+def test_the_generated_tables_are_current(name):
+    wanted = TABLES[name]() + "\n"
+    place = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", re.DOTALL)
     if os.environ.get("OPFUSE_UPDATE_GOLDENS"):
-        README.write_text(TABLE.sub(lambda _: wanted, text))
-    (table,) = TABLE.findall(README.read_text())
+        README.write_text(place.sub(lambda _: wanted, README.read_text()))
+    (table,) = place.findall(README.read_text())
     assert table == wanted, "OPFUSE_UPDATE_GOLDENS=1 pytest tests/cpu/setup/test_readme.py writes it"
 
 
