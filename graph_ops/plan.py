@@ -39,6 +39,11 @@ class Step:
     def is_fused(self) -> bool:
         return self.rule is not None
 
+    @property
+    def title(self) -> str:
+        """The kernel as plans and explanations name it: `kernel`, or `kernel[variant]`."""
+        return self.kernel if self.variant is None else f"{self.kernel}[{self.variant}]"
+
     @cached_property
     def writes(self) -> tuple[int, ...]:
         """The uids of the tensors that the step writes."""
@@ -79,7 +84,7 @@ class Plan:
     def name(self) -> str:
         """`unfused`, or the kernels that are fused, `kernel[variant]` where one is chosen, with how often each: stable
         over runs, used to select a plan."""
-        kernels = Counter(s.kernel if s.variant is None else f"{s.kernel}[{s.variant}]" for s in self.fused_steps)
+        kernels = Counter(s.title for s in self.fused_steps)
         return "+".join(k if n == 1 else f"{k}*{n}" for k, n in sorted(kernels.items())) or UNFUSED
 
     @property

@@ -49,6 +49,7 @@ def _node(node: Node) -> dict[str, Any]:
 def _step(step: ExplainedStep) -> dict[str, Any]:
     return {
         "kernel": step.kernel,
+        **({"title": step.title} if step.title != step.kernel else {}),
         "rule": step.rule,
         "nodes": [_node(n) for n in step.nodes],
         "reads": dict(step.reads),

@@ -41,7 +41,7 @@ def _step(number: int, step: ExplainedStep, near: set[int]) -> Iterator[str]:
         for node in step.nodes:
             yield f"  n{node.index}[{_quoted(_node(node, number))}]:::{'declined' if node.index in near else 'unfused'}"
         return
-    yield f"  subgraph s{number}[{_quoted(f'step {number}: {step.kernel}')}]"
+    yield f"  subgraph s{number}[{_quoted(f'step {number}: {step.title}')}]"
     for node in step.nodes:
         yield f"    n{node.index}[{_quoted(_node(node, None))}]:::fused"
     yield "  end"

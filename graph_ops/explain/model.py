@@ -16,9 +16,13 @@ NEAREST_FIRST = (VerdictKind.NOT_CHOSEN, VerdictKind.UNSUPPORTED, VerdictKind.NO
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """One step in order: what runs, which nodes it absorbed, what it reads and writes (role or port, tensor name)."""
+    """One step in order: what runs, which nodes it absorbed, what it reads and writes (role or port, tensor name).
+
+    `title` is the kernel, with the variant of it that the plan takes.
+    """
 
     kernel: str
+    title: str
     rule: str | None
     nodes: tuple[Node, ...]
     reads: tuple[tuple[str, str], ...]
@@ -139,6 +143,7 @@ def _step(graph: OpGraph, step: Step) -> ExplainedStep:
     named = [(role.removeprefix("in.").removeprefix("out."), uid) for role, uid in step.buffers.items()]
     return ExplainedStep(
         kernel=step.kernel,
+        title=step.title,
         rule=step.rule,
         nodes=tuple(graph.nodes[i] for i in step.nodes),
         reads=tuple((role, graph.tensors[uid].name) for role, uid in named if uid not in written),

@@ -94,7 +94,7 @@ def _steps(e: Explanation) -> Iterator[str]:
 def _step(lead: str, step: ExplainedStep) -> Iterator[str]:
     pad = " " * (len(lead) + 2)
     if step.is_fused:
-        yield f"{lead}FUSED {step.kernel} (rule {step.rule})"
+        yield f"{lead}FUSED {step.title} (rule {step.rule})"
         for position, node in enumerate(step.nodes):
             yield f"{pad}{'absorbs ' if position == 0 else '        '}{node.path}"
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import types
 from collections.abc import Iterator
@@ -141,6 +142,10 @@ def test_a_variant_can_be_selected_or_barred_by_name(tools: Any, built: list[str
     graph = make(tools).build()
     graph.select_plan([p.name for p in graph.plans].index(f"{KERNEL}[tall]"))
     assert built == [None, "tall"] and graph.plan.name == f"{KERNEL}[tall]"
+    told = graph.explain()
+    assert f"FUSED {KERNEL}[tall] (rule" in str(told) and f"{KERNEL}[tall]" in told.to_mermaid()
+    (step,) = [s for s in json.loads(told.to_json())["steps"] if s["rule"]]
+    assert (step["kernel"], step["title"]) == (KERNEL, f"{KERNEL}[tall]")
     barred = make(tools)
     for verb in ("validate", "build_operation_graph", "create_execution_plans"):
         getattr(barred, verb)()
