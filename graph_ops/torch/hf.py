@@ -62,9 +62,9 @@ def check_experts(module: Any) -> None:
     from transformers.integrations.moe import _default_apply_gate
 
     found = []
-    if not module.has_gate:
+    if not getattr(module, "has_gate", True):
         found.append("no gate")
-    if module.has_bias:
+    if getattr(module, "has_bias", False):
         found.append("biases")
     if getattr(module, "has_post_expert_norm", False):
         found.append("a norm after each expert")

@@ -8,7 +8,6 @@ pointwise kernels keep them: fewer roundings than eager, never more. It is the u
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +80,7 @@ class Importer:
         self.fuse_rounding = fuse_rounding
         self.graph = Graph(name=name, intermediate_data_type=DataType.FLOAT)
         self._located = 0
+        self._names: dict[str, str] = {}
         self._known: dict[fx.Node, Tensor] = {}
         self._inputs: dict[fx.Node, Tensor] = {}
         self._halves: dict[fx.Node, tuple[Tensor, Tensor]] = {}
@@ -181,7 +181,6 @@ class Importer:
         return {gate: halves[0], up: halves[1]}
 
     def _compute(self, node: fx.Node) -> Tensor:
-        before = set(self.graph._tensors)
         parts = joined_halves(node)
         if parts is not None:
             gate, up, layout = parts
@@ -196,7 +195,9 @@ class Importer:
             raise decline(node, "an op without a counterpart")
         if made.dim != tuple(self._dim(d) for d in dims_of(node)):
             raise decline(node, f"shape {made.dim}", f"shape {dims_of(node)}, as traced")
-        return made if made.uid in before else made.set_data_type(self._type(node))
+        if any(made is value for n in node.all_input_nodes for value in (self._known.get(n), self._joined.get(n))):
+            return made  # the operand itself, which rounds where it is made
+        return made.set_data_type(self._type(node))
 
     def _grouped_mm(self, node: fx.Node) -> Tensor:
         a, b, offsets, *rest = node.args
@@ -235,7 +236,7 @@ class Importer:
         coefficient, rest = expression.as_coeff_Mul()
         if coefficient.is_Integer and rest.is_Symbol and str(rest).isidentifier():  # strides like 128*s0
             return self.graph.symbol(str(rest)) * int(coefficient)
-        return self.graph.symbol("e_" + re.sub(r"\W", "_", text))
+        return self.graph.symbol(self._names.setdefault(text, f"expression_{len(self._names)}"))
 
     def _find_layouts(self) -> dict[fx.Node, GluLayout]:
         """The GLU layout of each tensor that is cut into halves. Raises NotImportable where it is cut in two ways."""

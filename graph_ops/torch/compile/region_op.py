@@ -40,15 +40,15 @@ def _built(definition: str, device: torch.device, disable: tuple[str, ...]) -> B
 
 
 def _bindings(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The symbols that stand alone as an extent or a stride; extents may be symbolic themselves."""
+    """Every symbol, from an extent or stride that is a multiple of it alone; extents may be symbolic themselves."""
     found: dict[str, Any] = {}
 
     def bind(dims: Sequence[Dim], extents: Sequence[Any]) -> None:
         for dim, extent in zip(dims, extents, strict=True):
             if isinstance(dim, Expression) and len(dim.terms) == 1:
                 (monomial, coefficient), *_ = dim.terms
-                if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Symbol):
-                    found.setdefault(monomial[0].name, extent)
+                if len(monomial) == 1 and isinstance(monomial[0], Symbol) and monomial[0].name not in found:
+                    found[monomial[0].name] = extent // coefficient
 
     for spec, tensor in zip(specs, tensors, strict=True):
         bind(spec.dim, tensor.shape)

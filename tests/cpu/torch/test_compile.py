@@ -172,14 +172,15 @@ def raisings(rewriter):
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_plain_code_raises_forward_and_backward_and_is_as_accurate_as_eager(spelling, seed, assert_close):
+def test_plain_code_raises_forward_and_backward_and_is_as_accurate_as_eager(spelling, seed):
     model = SPELLINGS[spelling]()
     fast, rewriter, _ = compiled(model, fuse_rounding=True, replace="raised", arch="sm90")
     got, eager, wanted = (f(m, 20, [8, 0, 12]) for f, m in ((step, fast), (step, model), (oracle, model)))
     assert raisings(rewriter) == {"forward": ["raise_glu"], "backward": ["raise_glu_backward"]}
     assert {r.part for r in rewriter.regions if r.replaced} == {"forward", "backward"}
     for name, one, two, exact in zip(("y", "x", "first", "second", "third"), got, eager, wanted):
-        assert_close(name, one, exact, 1.2 * float((two.double() - exact).norm() / exact.norm()) + 1e-4)
+        ours, theirs = (float((t.double() - exact).norm() / exact.norm()) for t in (one, two))
+        assert ours <= 1.2 * theirs + 1e-4, f"{name}: {ours:.2e}, eager {theirs:.2e} (seed {seed})"
         assert one.stride() == two.stride(), name
 
 
@@ -203,7 +204,7 @@ def test_without_leave_no_rounding_moves(spelling, seed, assert_close):
     if "float32" in spelling:
         assert raisings(rewriter) == {"forward": ["raise_glu"], "backward": ["raise_glu_backward"]}
         for got, eager in zip(*found):
-            assert_close("gradient", got, eager, 4e-3)
+            assert_close("gradient", got, eager, 1.5e-3)  # a rounding fewer or more would be 3e-3
         return
     for got, eager in zip(*found):
         assert torch.equal(got, eager), f"seed {seed}"
@@ -253,6 +254,26 @@ def test_c106_a_dynamic_mark_compiles_once(seed):
         torch._dynamo.mark_dynamic(x, 0)
         fast(x, torch.tensor([rows - 2, 0, 2]))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("rows_of", [lambda x: x.repeat_interleave(2, 0), lambda x: torch.cat([x, x[:3]])])
+def test_rows_that_are_an_expression_of_the_tokens(rows_of, seed, assert_close):
+    """2T rows, or T + 3: what a router's copies and paddings make of a dynamic T."""
+    model = Fused()
+
+    def layer(x, counts):
+        return model(rows_of(x), counts)
+
+    fast, rewriter, graphs = compiled(layer, fuse_rounding=True, replace="raised")
+    for tokens in (10, 16, 7):
+        x = torch.randn(tokens, H, dtype=BF16, requires_grad=True)
+        rows = rows_of(x).shape[0]
+        counts = torch.tensor([rows - 4, 4, 0])
+        got, wanted = (torch.autograd.grad(f(x, counts).float().square().sum(), (x, *model.parameters()))
+                       for f in (fast, layer))  # fmt: skip
+        for one, two in zip(got, wanted):
+            assert_close("gradient", one, two, 2e-2)
+    assert len(graphs) <= 2 and any(r.replaced for r in rewriter.regions)
 
 
 class TwoBlocks(torch.nn.Module):
