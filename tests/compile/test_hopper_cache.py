@@ -80,14 +80,14 @@ def test_a_damaged_object_is_compiled_again_with_one_warning(folder: Path) -> No
     whole = entry.read_bytes()
     entry.write_bytes(whole[: len(whole) // 2])
     assert build(folder) == "1 ['CacheWarning']"
-    assert entry.stat().st_size > len(whole) // 2 and build(folder) == LOADED
+    assert entry.stat().st_size > len(whole) // 2
 
 
 def test_the_command_counts_and_clears(folder: Path) -> None:
     def command(*arguments: str) -> str:
         return said(start(["-m", "opfuse.graph_ops.cli", "cache", *arguments], folder))
 
-    assert command("info").splitlines()[0].startswith(f"{folder}: 1 compiled kernels, ")
-    assert "sm90.grouped_gemm_dglu: 1" in command("info")
+    first, second = command("info").splitlines()
+    assert first.startswith(f"{folder}: 1 compiled kernels, ") and second == "  sm90.grouped_gemm_dglu: 1"
     assert command("clear") == f"{folder}: 1 compiled kernels removed"
     assert list(folder.glob("*.o")) == []
