@@ -7,13 +7,24 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from opfuse.fusion_rules import VerdictKind
-from opfuse.graph_ops import OpfuseError
+from opfuse.graph_ops import Graph, OpfuseError
 from opfuse.graph_ops.torch import OpfusePass, explain, grouped_mlp
 from opfuse.graph_ops.torch.compile.backend import compile_with
-from opfuse.graph_ops.torch.compile.regions import framework_seconds
+from opfuse.graph_ops.torch.compile.importer import Importer
+from opfuse.graph_ops.torch.compile.regions import (
+    drop_detaches,
+    drop_whole_slices,
+    find_regions,
+    framework_seconds,
+    outputs_of,
+)
 from opfuse.graph_ops.torch.compile.rewrite import Options, Rewriter
+from opfuse.graph_ops.torch.compile.spellings import NotImportable
 from opfuse.kernels.arch import ARCHES
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 L, H, I = 3, 32, 64
 BF16 = torch.bfloat16
@@ -509,3 +520,60 @@ def test_the_rival_of_a_fusion_is_what_torch_would_do():
     assert framework_seconds((product, one, two), arch, one_pass=True) == pytest.approx(wanted)
     wanted = matmul + 2 * launch + 5 * size / arch.memory_bytes_per_second + 2 * launch
     assert framework_seconds((product, one, two), arch, one_pass=False) == pytest.approx(wanted)
+
+
+class Regions:
+    """A backend that compares every region, imported as it stands, with aten on the same random operands."""
+
+    def __init__(self):
+        self.compared: list[str] = []
+
+    def __call__(self, gm, inputs):
+        return aot_autograd(fw_compiler=self.look, bw_compiler=self.look)(gm, inputs)
+
+    def look(self, gm, inputs):
+        drop_detaches(gm.graph)
+        drop_whole_slices(gm.graph)
+        with unset_fake_temporarily():  # tensors made here are real ones
+            for region in find_regions(gm.graph):
+                self.compare(region)
+        gm.recompile()
+        return make_boxed_func(gm.forward)
+
+    def compare(self, region):
+        outputs = outputs_of(region)
+        try:
+            imported = Importer(region, outputs, fuse_rounding=False).build()
+        except NotImportable:  # aten's padded halves, say, where the other half is not in the region
+            return
+        values = {node: self.operand(node) for node in imported.inputs}
+        given = {f"in{i}": values[node] for i, node in enumerate(imported.inputs)}
+        got = Graph.from_operation_graph(imported.graph, fused=False, device="cpu")(given)
+        for node in region:
+            if node not in values:
+                everything = [n for n in node.all_input_nodes if n not in values]
+                for missing in everything:  # zeros that padded halves are written into, and other operands left out
+                    values[missing] = torch.zeros(missing.meta["val"].shape, dtype=missing.meta["val"].dtype)
+                values[node] = node.target(*torch.fx.map_arg(node.args, values.__getitem__), **node.kwargs)
+        for number, node in enumerate(outputs):
+            one, two = got[f"out{number}"], values[node]
+            assert one.dtype is two.dtype and one.stride() == two.stride(), node
+            exact = 1e-5 if one.dtype is torch.float32 else 0.0  # float32 is what both compute in
+            differing = float((~torch.isclose(one, two, rtol=exact, atol=exact)).float().mean())
+            assert differing < 0.01, f"{node}: {differing:.1%} of the elements differ"
+            self.compared.append(node.name)
+
+    def operand(self, node):
+        value = node.meta["val"]
+        if value.dtype is torch.int32:
+            return torch.tensor([8, 8, 20], dtype=torch.int32)
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        return made.copy_(torch.randn(value.shape).to(value.dtype))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_regions_round_wherever_aten_does(spelling, seed):
+    """A rounding fewer or more anywhere changes every tenth element or so."""
+    model, regions = SPELLINGS[spelling](), Regions()
+    step(torch.compile(model, backend=regions, fullgraph=True), 20, [8, 0, 12])
+    assert len(regions.compared) >= 3, regions.compared
