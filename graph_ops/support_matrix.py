@@ -163,8 +163,8 @@ def _rows(rule: str, kernels: Sequence[KernelEntry]) -> Iterator[MatrixRow]:
                 cells = tuple(ask(rule, graph, arch, kernels) for arch in ARCH_NAMES)
                 answers.setdefault(cells, []).append(act)
             mode = "" if len(modes) == 1 else "discrete" if discrete else "dense"
-            for cells, together in answers.items():
-                lines.setdefault((tuple(a for a in together if a), cells), []).append(mode)
+            for cells, alike in answers.items():
+                lines.setdefault((tuple(a for a in alike if a), cells), []).append(mode)
         for (together, cells), weights in lines.items():
             yield MatrixRow(rule, kind.name, tuple(w for w in weights if w), together, cells)
 

@@ -53,6 +53,7 @@ FAMILY = Family(
     addresses={},
     owns_scratch=True,
     real_samples=("sample_a", "sample_offsets"),
+    empty=("dw",),
 )
 
 

@@ -34,7 +34,7 @@ class Family:
     or maximises into. `constructor` and `execution` are keywords besides operands. `addresses` are the roles of
     discrete weights with the keyword of their address array. `owns_scratch`: the object allocates its own scratch when
     it is compiled, so that it must not serve two streams; otherwise `execute` takes `workspace`. `finish` is called
-    with the views of a run after the launch.
+    with the views of a run after the launch. `empty` are outputs that are zero where there are no rows to launch for.
     """
 
     class_name: str
@@ -47,6 +47,7 @@ class Family:
     owns_scratch: bool = False
     finish: Callable[[Configuration, Mapping[str, torch.Tensor]], None] | None = None
     real_samples: tuple[str, ...] = ("sample_a",)
+    empty: tuple[str, ...] = ()
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -155,9 +156,8 @@ class Launcher:
             if role in self._problem:
                 _tensor(buffers[role]).zero_()
         if rows == 0:
-            for role in ("dw",):
-                if role in self._problem:
-                    _tensor(buffers[role]).zero_()
+            for role in family.empty:
+                _tensor(buffers[role]).zero_()
             return
         needed = self.workspace_bytes(bindings)
         if workspace is None and needed:

@@ -91,7 +91,7 @@ def test_other_outputs_and_knobs_compile_for_sm100a(unusual: dict, case: str) ->
 def test_other_arches_compile(tmp_path: Path, arch: str) -> None:
     """Each kernel that serves the arch, once: MXFP8 where it has it, since sm107 runs nothing else."""
     serving = [k.id for k in KERNELS if k.id.startswith("cudnn.") and OTHER_ARCHES[arch] in str(k.arches).split(", ")]
-    chosen = {}
+    chosen: dict[tuple[str, bool], str] = {}
     for name, case in CASES.items():
         if case["kernel"] in serving and case["family"] in ("mxfp8", "bf16") and case["act"] != "situglu":
             chosen.setdefault((case["kernel"], case["discrete"]), name)

@@ -23,6 +23,7 @@ from opfuse.graph_ops.planner import make_plan
 from opfuse.kernels import addresses
 from opfuse.kernels.arch import ARCHES
 from opfuse.kernels.cudnn import grouped_dglu, support
+from opfuse.kernels.cudnn.operands import torch_type
 from opfuse.kernels.problem import Problem
 from opfuse.kernels.reference import evaluate_graph
 from opfuse.kernels.registry import KERNELS
@@ -164,7 +165,7 @@ def random_operands(problem: Problem, generator: torch.Generator) -> dict[str, t
             x = torch.tensor([-1.5, 0.5, 2.0, 0.0])[
                 torch.randint(4 if role == "prob" else 3, shape, generator=generator)
             ]
-        made[role] = x.to(grouped_dglu.torch_type(problem[role].data_type))
+        made[role] = x.to(torch_type(problem[role].data_type))
     made["a"] = made["a"] / 8
     made["offsets"] = torch.tensor(ENDS, dtype=torch.int32)
     if problem["b"].stride[1] == 1:
@@ -194,7 +195,7 @@ def run_case(case: dict[str, Any], emulated: list[Equations], seed: int) -> tupl
     written = {}
     for role, spec in problem.tensors.items():
         if spec.is_output:
-            dtype = grouped_dglu.torch_type(spec.data_type)
+            dtype = torch_type(spec.data_type)
             written[role] = torch.full(spec.shape({"M": ROWS}), float("nan"), dtype=dtype)
     needed = kernel.workspace_bytes({"M": ROWS})
     memory = aligned_bytes(needed)
@@ -302,8 +303,7 @@ def test_refusals_come_before_the_launch(emulated: list[Equations], make_problem
     problem = make_problem(changes={"b": dict(discrete=True)})
     kernel = grouped_dglu.build(problem, "cpu")
     buffers: dict[str, Any] = {
-        role: torch.zeros(t.shape({"M": 256}), dtype=grouped_dglu.torch_type(t.data_type))
-        for role, t in problem.tensors.items()
+        role: torch.zeros(t.shape({"M": 256}), dtype=torch_type(t.data_type)) for role, t in problem.tensors.items()
     }
     with pytest.raises(VariantPackError, match="WORKSPACE"):
         kernel.run(buffers, None, {"M": 256})
