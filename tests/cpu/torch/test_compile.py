@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from opfuse.fusion_rules import VerdictKind
 from opfuse.graph_ops import Graph, OpfuseError
 from opfuse.graph_ops.torch import OpfusePass, explain, grouped_mlp
@@ -24,6 +23,7 @@ from opfuse.graph_ops.torch.compile.rewrite import Options, Rewriter
 from opfuse.graph_ops.torch.compile.spellings import NotImportable
 from opfuse.kernels.arch import ARCHES
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 L, H, I = 3, 32, 64
