@@ -1,5 +1,7 @@
 """From a structural match to what may be fused: covers, their problems, and what each kernel says of them.
 
+`candidates` gives what a plan is chosen from, `judge` the same with every reason against the rest; both ask `_served`.
+
 A cover is the core of a match with some of its attachments. A kernel may serve fewer attachments than a match has; the
 largest covers that it serves become candidates, and what they leave out stays unfused with its reasons.
 """
@@ -22,7 +24,7 @@ from . import legality
 from .matcher import Match
 from .pattern import Shape
 from .rule import Rule
-from .support import FIXED, kernel_failures, no_kernel, rule_failures
+from .support import FIXED, first_failing, holds, kernel_failures, no_kernel, rule_failures
 from .verdict import Verdict, VerdictKind
 from .view import GraphView
 
@@ -43,6 +45,27 @@ class Answer:
     arch: Arch
     failing: KernelEntry | None
     served: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """What one kernel serves on one arch in one graph, by kind of match; with `seconds`, fused and apart, by form.
+
+    It keeps kernel and arch alive, so that their ids stand for them.
+    """
+
+    kernel: KernelEntry
+    arch: Arch
+    served: dict[Any, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    seconds: dict[Form, tuple[float, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(kernel: KernelEntry, arch: Arch, view: GraphView) -> Judged:
+        key = id(kernel), id(arch)
+        found: Judged | None = view.judged.get(key)
+        if found is None:
+            found = view.judged[key] = Judged(kernel, arch)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +99,6 @@ class Cover:
     kind: Any
     form: Form
     parts: tuple[int, ...]
-    roles: Mapping[str, int]
-    problem: Problem
 
     @property
     def anchor(self) -> int:
@@ -86,6 +107,18 @@ class Cover:
     @cached_property
     def nodes(self) -> tuple[int, ...]:
         return tuple(sorted(self.parts))
+
+    @cached_property
+    def roles(self) -> Mapping[str, int]:
+        values = self.match.values
+        return {name: values[name] for name in self.form.placed}
+
+    @cached_property
+    def problem(self) -> Problem:
+        """Covers of one form share attributes and rounding, which nobody writes to."""
+        tensors, form = self.view.graph.tensors, self.form
+        specs = {name: tensors[uid] for name, uid in self.roles.items()}
+        return Problem(self.rule.id, specs, form.attributes, form.rounding, self.view.graph.deterministic)
 
     @cached_property
     def illegal(self) -> tuple[Reason, ...]:
@@ -121,21 +154,14 @@ def make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphV
 
 
 def _make_cover(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView) -> Cover:
-    values, tensors = match.values, view.graph.tensors
-    kind = _kind(match, view) if attached == match.attached else make_cover(rule, match, match.attached, view).kind
+    kind = match.kind
+    if kind is None:
+        kind = match.kind = _kind(match, view)
     form: Form | None = view.forms.get((kind, attached))
     if form is None:
         form = view.forms[kind, attached] = _form(rule, match, attached, view)
-    roles = {name: values[name] for name in form.placed}
-    problem = Problem(
-        rule=rule.id,
-        tensors={name: tensors[uid] for name, uid in roles.items()},
-        attributes=dict(form.attributes),
-        rounding=dict(form.rounding),
-        deterministic=view.graph.deterministic,
-    )
-    parts = tuple([match.nodes[label] for label in form.labels])
-    return Cover(rule, match, view, kind, form, parts, roles, problem)
+    nodes = match.nodes
+    return Cover(rule, match, view, kind, form, tuple([nodes[label] for label in form.labels]))
 
 
 def _kind(match: Match, view: GraphView) -> Any:
@@ -215,6 +241,52 @@ def _attributes(shape: Shape, given: Sequence[tuple[tuple[str, Any], ...]]) -> d
             unread = _UNREAD[act]
             found.update([(prefix + name, value) for name, value in attributes if name not in unread])
     return found
+
+
+def candidates(rule: Rule, match: Match, kernels: Sequence[Judged], view: GraphView) -> list[Candidate]:
+    """The candidates of `judge` for kernels that can run, and no word about the rest."""
+    found = []
+    kind = match.kind
+    if kind is None:
+        kind = match.kind = _kind(match, view)
+    for judged in kernels:
+        served = judged.served.get(kind)
+        if served is None:
+            served = _first_served(rule, match, judged, view)
+            if not make_cover(rule, match, match.attached, view).illegal:  # what is illegal is told by names
+                judged.served[kind] = served
+        found.extend([Candidate(make_cover(rule, match, attached, view), judged.kernel) for attached in served])
+    return found
+
+
+def can_run(kernel: KernelEntry, arch: Arch, view: GraphView) -> bool:
+    """Whether nothing in FIXED speaks against the kernel, whatever the match."""
+    return arch in kernel.arches and (kernel.deterministic or not view.graph.deterministic)
+
+
+def _first_served(rule: Rule, match: Match, judged: Judged, view: GraphView) -> tuple[tuple[str, ...], ...]:
+    """The attachments of the covers that the kernel serves. Most kernels fail for one reason that holds for every
+    cover, which is sought first: all reasons are gathered only where a smaller cover may have none."""
+
+    def cover(attached: tuple[str, ...]) -> Cover:
+        return make_cover(rule, match, attached, view)
+
+    kernel, arch = judged.kernel, judged.arch
+    whole = cover(match.attached)
+    objections = _objections(whole, arch)
+    first = None if objections else first_failing(kernel.conditions, whole.problem, arch)
+    if not objections and first is None:
+        return (match.attached,)
+    if not match.attached:
+        return ()
+    if first is not None:
+        seen = str(first.observed(whole.problem, arch))
+        if all(
+            (reason := first.failure(cover(a).problem, arch)) is not None and str(reason.observed) == seen
+            for a in _least(match)
+        ):
+            return ()
+    return tuple(_served(match, kernel, cover, (*objections, *kernel_failures(kernel, whole.problem, arch)), arch))
 
 
 def judge(
@@ -322,6 +394,12 @@ def _served(
         for chosen in itertools.combinations(match.attached, size):
             if any(set(chosen) <= set(larger) for larger in found) or (needs and not set(needs) & set(chosen)):
                 continue
-            if not suspected(chosen) and not kernel_failures(kernel, cover(chosen).problem, arch):
+            smaller = cover(chosen)
+            if (
+                not smaller.illegal
+                and holds(suspects, smaller.problem, arch)
+                and holds(kernel.conditions, smaller.problem, arch)
+                and holds(smaller.rule.conditions, smaller.problem, arch)
+            ):
                 found.append(chosen)
     return found

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ..kernels.arch import Arch
 from ..kernels.condition import Reason
-from ..kernels.cost import Costs, nominal_bindings
-from .candidates import Candidate
+from .candidates import Candidate, Judged
 from .legality import CODES as LEGALITY_CODES
 from .legality import CONTRACTION_CYCLE, cyclic_groups
 from .view import GraphView
@@ -47,64 +46,82 @@ class Weighed:
         return self.candidate.cover.nodes
 
 
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The candidates `chosen` of those `weighed`; `open` are those that were neither disabled nor a loss, `dropped`
+    those that were chosen first, each with the other fusions of the cycle that it would have closed."""
+
+    weighed: Sequence[Weighed]
+    open: Sequence[Weighed]
+    chosen: Sequence[Weighed]
+    dropped: Sequence[tuple[Weighed, Sequence[Weighed]]]
+
+
 def weigh(candidates: Sequence[Candidate], view: GraphView, arch: Arch) -> list[Weighed]:
     """Every candidate with its estimates on `arch`, at the nominal values of the graph's symbols.
 
-    The view keeps the estimates: they depend on the graph and the arch alone.
+    The view keeps the estimates, which candidates of one form and kernel share.
     """
-    costs = view.costs.get(arch)
-    if costs is None:
-        costs = view.costs[arch] = Costs(view.graph, arch, nominal_bindings(view.graph))
+    costs = view.costs(arch)
     found = []
     for candidate in candidates:
-        cover = candidate.cover
-        fused = costs.match(cover.problem, cover.roles, candidate.kernel.launches(cover.problem)).seconds
-        found.append(Weighed(candidate, fused, sum([costs.nodes[index].seconds for index in cover.nodes])))
+        cover, kernel = candidate.cover, candidate.kernel
+        known = Judged.of(kernel, arch, view).seconds
+        seconds = known.get(cover.form)
+        if seconds is None:
+            fused = costs.match(cover.problem, cover.roles, kernel.launches(cover.problem)).seconds
+            seconds = known[cover.form] = fused, sum([costs.nodes[index].seconds for index in cover.nodes])
+        found.append(Weighed(candidate, *seconds))
     return found
 
 
-def choose(
-    weighed: Sequence[Weighed], view: GraphView, disable: Collection[str]
-) -> tuple[list[Weighed], list[tuple[Weighed, Reason]]]:
-    """The fusions to make, and each of the others with the reason why not. The same input gives the same choice."""
-    refused: list[tuple[Weighed, Reason]] = []
-    open_: list[Weighed] = []
-    for one in weighed:
-        if (reason := _refusal(one, disable)) is not None:
-            refused.append((one, reason))
-        else:
-            open_.append(one)
+def choose(weighed: Sequence[Weighed], view: GraphView, disable: Collection[str]) -> Choice:
+    """The fusions to make. The same input gives the same choice."""
+    open_ = [one for one in weighed if one.saved > 0]
+    if disable:
+        open_ = [one for one in open_ if _disabled(one, disable) is None]
     chosen = [one for part in _overlapping(open_) for one in _best(part)]
+    dropped: list[tuple[Weighed, list[Weighed]]] = []
     while cycles := cyclic_groups(view, [one.nodes for one in chosen]):
         for cycle in cycles:
             worst = min((chosen[i] for i in cycle), key=lambda one: (one.saved, one.nodes))
-            others = ", ".join(
-                view.nodes[chosen[i].candidate.cover.anchor].name for i in cycle if chosen[i] is not worst
+            dropped.append((worst, [chosen[i] for i in cycle if chosen[i] is not worst]))
+        gone = {id(one) for one, _ in dropped}
+        chosen = [one for one in chosen if id(one) not in gone]
+    return Choice(weighed, open_, chosen, dropped)
+
+
+def refusals(choice: Choice, view: GraphView, disable: Collection[str]) -> list[tuple[Weighed, Reason]]:
+    """Each candidate that is not chosen, with the reason why not."""
+    refused = [(one, reason) for one in choice.weighed if (reason := _refusal(one, disable)) is not None]
+    for worst, waiting in choice.dropped:
+        others = ", ".join(view.nodes[one.candidate.cover.anchor].name for one in waiting)
+        refused.append(
+            (
+                worst,
+                Reason(
+                    CONTRACTION_CYCLE,
+                    f"waits for the fusions at {others}, which wait for it",
+                    "an order of the plan",
+                    LEGALITY_CODES[CONTRACTION_CYCLE],
+                ),
             )
-            refused.append(
-                (
-                    worst,
-                    Reason(
-                        CONTRACTION_CYCLE,
-                        f"waits for the fusions at {others}, which wait for it",
-                        "an order of the plan",
-                        LEGALITY_CODES[CONTRACTION_CYCLE],
-                    ),
-                )
-            )
-        dropped = {id(one) for one, _ in refused}
-        chosen = [one for one in chosen if id(one) not in dropped]
-    taken = {i: one for one in chosen for i in one.nodes}
-    settled = {id(one) for one in chosen} | {id(one) for one, _ in refused}
-    refused.extend((one, _loss(one, taken, view)) for one in open_ if id(one) not in settled)
-    return chosen, refused
+        )
+    taken = {i: one for one in choice.chosen for i in one.nodes}
+    settled = {id(one) for one in choice.chosen} | {id(one) for one, _ in choice.dropped}
+    refused.extend((one, _loss(one, taken, view)) for one in choice.open if id(one) not in settled)
+    return refused
+
+
+def _disabled(one: Weighed, disable: Collection[str]) -> str | None:
+    """The id of its rule or kernel, whichever is disabled."""
+    candidate = one.candidate
+    return next((what for what in (candidate.cover.rule.id, candidate.kernel.id) if what in disable), None)
 
 
 def _refusal(one: Weighed, disable: Collection[str]) -> Reason | None:
-    rule, kernel = one.candidate.cover.rule.id, one.candidate.kernel.id
-    for what in (rule, kernel):
-        if what in disable:
-            return Reason(DISABLED, f"{what} is disabled", "its id not in disable", "plan again without it in disable")
+    if (what := _disabled(one, disable)) is not None:
+        return Reason(DISABLED, f"{what} is disabled", "its id not in disable", "plan again without it in disable")
     if one.saved <= 0:
         return Reason(
             COST,

@@ -1,17 +1,22 @@
-"""The fusion pass: raise, match, judge, choose; with a verdict for every rule at every place where it could begin."""
+"""The fusion pass: raise, match, judge, choose; with a verdict for every rule at every place where it could begin.
+
+A plan is made of what is chosen; the verdicts are worked out when somebody asks, from the same graph and by the same
+choice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from ..graph_ops.ir.errors import GraphError
 from ..graph_ops.ir.graph import Node, OpGraph
 from ..kernels.arch import Arch
 from ..kernels.condition import Reason
 from ..kernels.registry import KERNELS, KernelEntry
-from .candidates import Candidate, judge
-from .choice import choose, weigh
-from .matcher import CLOSE, Match, Trace, matches
+from .candidates import Candidate, Judged, can_run, candidates, judge
+from .choice import choose, refusals, weigh
+from .matcher import CLOSE, Match, Trace, fits, matches, possible
 from .raising import RAISES, raise_graph, unraised
 from .rule import Rule
 from .rules import RULES
@@ -36,30 +41,56 @@ def fuse(
     _check_ids(disable, kernels)
     raised, raisings = raise_graph(graph, disable)
     view = GraphView.of(raised)
-    serving = {rule.id: tuple(k for k in kernels if k.rule == rule.id) for rule in RULES}
-    candidates: list[Candidate] = []
-    verdicts: list[tuple[tuple[int, int], Verdict]] = []
-    for node in raised.nodes:
-        for place, rule in _BY_ANCHOR.get(node.op, ()):
-            found, said = _at(rule, node, serving[rule.id], view, arch)
-            candidates.extend(found)
-            verdicts.extend(((node.index, place), v) for v in said)
-    chosen, refused = choose(weigh(candidates, view, arch), view, disable)
-    rank = {rule.id: i for i, rule in enumerate(RULES)}
-    for one, reason in refused:
-        verdicts.append(_outcome(VerdictKind.NOT_CHOSEN, one.candidate, rank, (reason,)))
-    for one in chosen:
-        verdicts.append(_outcome(VerdictKind.CHOSEN, one.candidate, rank, ()))
-    kept = _without_noise(verdicts)
-    kept.extend(((v.anchor, -1), v) for v in unraised(view, disable))
-    kept.sort(key=lambda item: item[0])
+    found: list[Candidate] = []
+    for rule in RULES:
+        able = [Judged.of(k, arch, view) for k in kernels if k.rule == rule.id and can_run(k, arch, view)]
+        if able and rule.id not in disable:
+            for match in _fits(rule, view):
+                found.extend(candidates(rule, match, able, view))
+    found.sort(key=lambda one: one.cover.parts[0])  # stable, so that the candidates of an anchor stay in rule order
+    chosen = choose(weigh(found, view, arch), view, disable).chosen
     return FusionReport(
         graph=raised,
         arch=arch.name,
         raisings=raisings,
-        matches=tuple(_fused(one.candidate) for one in sorted(chosen, key=lambda one: one.candidate.cover.anchor)),
-        verdicts=tuple(v for _, v in kept),
+        matches=tuple([_fused(one.candidate) for one in sorted(chosen, key=lambda one: one.candidate.cover.anchor)]),
+        tell=partial(_verdicts, raised, arch, frozenset(disable), tuple(kernels)),
     )
+
+
+def _fits(rule: Rule, view: GraphView) -> list[Match]:
+    """Every match of one rule. No arch, kernel or choice changes them, so that the view keeps them."""
+    kept: list[Match] | None = view.fits.get(rule.id)
+    if kept is None:
+        patterns = [p for p in rule.patterns if possible(p, view.of_op)]
+        anchors = view.of_op.get(rule.anchor_op, ()) if patterns else ()
+        kept = view.fits[rule.id] = [match for anchor in anchors for match in fits(patterns, view, anchor)]
+    return kept
+
+
+def _verdicts(
+    raised: OpGraph, arch: Arch, disable: Collection[str], kernels: Sequence[KernelEntry]
+) -> tuple[Verdict, ...]:
+    """What there is to say of every rule at every anchor of a raised graph, and of the choice."""
+    view = GraphView.of(raised)
+    serving = {rule.id: tuple(k for k in kernels if k.rule == rule.id) for rule in RULES}
+    found: list[Candidate] = []
+    verdicts: list[tuple[tuple[int, int], Verdict]] = []
+    for node in raised.nodes:
+        for place, rule in _BY_ANCHOR.get(node.op, ()):
+            able, said = _at(rule, node, serving[rule.id], view, arch)
+            found.extend(able)
+            verdicts.extend(((node.index, place), v) for v in said)
+    choice = choose(weigh(found, view, arch), view, disable)
+    rank = {rule.id: i for i, rule in enumerate(RULES)}
+    for one, reason in refusals(choice, view, disable):
+        verdicts.append(_outcome(VerdictKind.NOT_CHOSEN, one.candidate, rank, (reason,)))
+    for one in choice.chosen:
+        verdicts.append(_outcome(VerdictKind.CHOSEN, one.candidate, rank, ()))
+    kept = _without_noise(verdicts)
+    kept.extend(((v.anchor, -1), v) for v in unraised(view, disable))
+    kept.sort(key=lambda item: item[0])
+    return tuple(v for _, v in kept)
 
 
 def why_not(
@@ -112,16 +143,16 @@ def _at(
 ) -> tuple[list[Candidate], list[Verdict]]:
     """The candidates of one rule at one anchor, and what there is to say of the rest."""
     found, missed = _matches(rule, anchor, view)
-    candidates: list[Candidate] = []
+    served: list[Candidate] = []
     verdicts: list[Verdict] = []
     for match in found:
         able, said = judge(rule, match, kernels, view, arch)
-        candidates.extend(able)
+        served.extend(able)
         verdicts.extend(said)
         verdicts.extend(_left(rule, match))
     if missed is not None:
         verdicts.append(missed)
-    return candidates, verdicts
+    return served, verdicts
 
 
 def _matches(rule: Rule, anchor: Node, view: GraphView) -> tuple[list[Match], Verdict | None]:

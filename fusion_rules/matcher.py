@@ -5,7 +5,7 @@ It proposes sets of nodes; `legality` disposes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ _CLOSENESS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Match:
     """One way to fit a pattern: `nodes` maps labels to node indices, `values` names to tensor uids.
 
@@ -64,6 +64,7 @@ class Match:
     attached: tuple[str, ...] = ()
     left: tuple[tuple[int, Reason], ...] = ()
     covers: dict[tuple[str, ...], Any] = field(default_factory=dict)  # filled by candidates.make_cover
+    kind: Any = None  # filled by candidates
 
 
 @dataclass
@@ -87,10 +88,37 @@ class Trace:
         return _reason(view, self.code, *self.details)
 
 
+class Silent(Trace):
+    """The trace of a search whose misses nobody reads."""
+
+    def note(self, fitted: tuple[int, ...], code: str, *details: Any) -> None:
+        return
+
+
+SILENT = Silent()
+
+
+def fits(patterns: Sequence[Pattern], view: GraphView, anchor: Node) -> list[Match]:
+    """Every match of `patterns` at `anchor`, each set of nodes once, by the first pattern that has it; `left` is not
+    filled in."""
+    found: dict[tuple[int, ...], Match] = {}
+    for pattern in patterns:
+        for match in matches(pattern, view, anchor, SILENT):
+            found.setdefault(tuple(sorted(match.nodes.values())), match)
+    return list(found.values())
+
+
+def possible(pattern: Pattern, ops: Collection[str]) -> bool:
+    """Whether a graph that has these ops alone can match."""
+    worth = [a.op in ops for a in pattern.attachments if a.label in pattern.needs_any]
+    return all(part.op in ops for part in pattern.core) and (not worth or any(worth))
+
+
 def matches(pattern: Pattern, view: GraphView, anchor: Node, trace: Trace) -> Iterator[Match]:
     """Every way to fit `pattern` with its anchor at `anchor`, each with all attachments that fit, in node order."""
+    told = trace is not SILENT
     for nodes, values in embeddings(pattern, view, anchor, trace):
-        found = _attach(pattern, view, nodes, values)
+        found = _attach(pattern, view, nodes, values, told)
         if pattern.needs_any and not any(label in pattern.needs_any for label in found.attached):
             fitted = tuple(nodes.values())
             if found.left:
@@ -209,7 +237,8 @@ def _bind_ports(
     return True
 
 
-def _attach(pattern: Pattern, view: GraphView, nodes: dict[str, int], values: dict[str, int]) -> Match:
+def _attach(pattern: Pattern, view: GraphView, nodes: dict[str, int], values: dict[str, int], told: bool) -> Match:
+    """The match with every attachment that fits; `told`: with what is left, and why."""
     if not pattern.attachments:
         return Match(pattern, nodes, values)
     nodes, bound = dict(nodes), dict(values)
@@ -222,16 +251,16 @@ def _attach(pattern: Pattern, view: GraphView, nodes: dict[str, int], values: di
             node = use.node
             if node.op != wanted.op or node.index in nodes.values():
                 continue
-            trace = Trace()
+            trace = Trace() if told else SILENT
             found = _bind(wanted, node, values, trace, ())
-            if not found:
-                left.setdefault(node.index, trace.reason(view))
-            elif wanted.label in nodes:
-                left[node.index] = _reason(view, NODE_TAKEN, node, wanted)
-            else:
+            if found and wanted.label not in nodes:
                 nodes[wanted.label] = node.index
                 bound.update(found[0])
                 attached.append(wanted.label)
+            elif told and found:
+                left[node.index] = _reason(view, NODE_TAKEN, node, wanted)
+            elif told:
+                left.setdefault(node.index, trace.reason(view))
     taken = set(nodes.values())
     return Match(pattern, nodes, bound, tuple(attached), tuple((i, r) for i, r in left.items() if i not in taken))
 

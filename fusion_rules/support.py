@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..kernels.arch import Arch
@@ -44,6 +44,19 @@ def kernel_failures(kernel: KernelEntry, problem: Problem, arch: Arch) -> tuple[
             ),
         )
     return found
+
+
+def first_failing(conditions: Sequence[Condition], problem: Problem, arch: Arch) -> Condition | None:
+    """The first of `conditions` that `problem` fails."""
+    for condition in conditions:
+        if condition.applies(problem, arch) and not condition.holds(problem, arch):
+            return condition
+    return None
+
+
+def holds(conditions: Sequence[Condition], problem: Problem, arch: Arch) -> bool:
+    """Whether `problem` fails none of `conditions`."""
+    return first_failing(conditions, problem, arch) is None
 
 
 def no_kernel(rule: Rule) -> Reason:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from ..graph_ops.ir.graph import OpGraph
 from ..kernels.condition import Reason
@@ -58,15 +60,42 @@ class Raising:
 
 
 @dataclass(frozen=True)
+class Told:
+    """Verdicts that are known already, as `FusionReport.tell` gives them."""
+
+    verdicts: tuple[Verdict, ...] = ()
+
+    def __call__(self) -> tuple[Verdict, ...]:
+        return self.verdicts
+
+
+@dataclass(frozen=True, eq=False)
 class FusionReport:
     """Everything that the pass decided for one arch.
 
-    `graph` is the raised graph, to which node indices in `matches` and `verdicts` refer. The verdicts of one anchor
-    stand together, in rule order.
+    `graph` is the raised graph, to which node indices in `matches` and `verdicts` refer. A plan needs the matches
+    alone, so `tell` works out the verdicts when they are first asked for: by a reader, a comparison or a copy.
     """
 
     graph: OpGraph
     arch: str
     raisings: tuple[Raising, ...]
     matches: tuple[FusedMatch, ...]
-    verdicts: tuple[Verdict, ...]
+    tell: Callable[[], tuple[Verdict, ...]] = field(default=Told(), repr=False)
+
+    @cached_property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What is said of every rule where it could begin: those of one anchor stand together, in rule order."""
+        return self.tell()
+
+    @property
+    def _decided(self) -> tuple[Any, ...]:
+        return self.graph, self.arch, self.raisings, self.matches
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FusionReport):
+            return NotImplemented
+        return self is other or (self._decided == other._decided and self.verdicts == other.verdicts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FusionReport, (*self._decided, Told(self.verdicts))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..graph_ops.ir.graph import Node, OpGraph, Use
 from ..kernels.arch import Arch
-from ..kernels.cost import Costs
+from ..kernels.cost import Costs, nominal_bindings
 
 if TYPE_CHECKING:
     import networkx
@@ -34,10 +34,12 @@ class GraphView:
         self.uses: Mapping[int, tuple[Use, ...]] = graph.uses
         self.producers: Mapping[int, Use] = graph.producers
         self.order: Iterable[int] = self._order()
-        self.found: dict[tuple[str, int], Any] = {}  # filled by fusion: what each rule matches at each anchor
+        self.fits: dict[str, Any] = {}  # filled by fusion: what each rule matches
+        self.found: dict[tuple[str, int], Any] = {}  # filled by fusion: the same at each anchor, with what missed
         self.forms: dict[tuple[Any, ...], Any] = {}  # filled by candidates: what covers of alike matches share
         self.answers: dict[tuple[Any, ...], Any] = {}  # filled by candidates: what kernels say of each kind of match
-        self.costs: dict[Arch, Costs] = {}  # filled by choice
+        self.judged: dict[tuple[int, int], Any] = {}  # filled by candidates: what one kernel serves on one arch
+        self._costs: dict[Arch, Costs] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled graph starts without a view: the next plan makes one."""
@@ -70,6 +72,21 @@ class GraphView:
         for place, index in enumerate(self.order):
             position[index] = place
         return position
+
+    @cached_property
+    def of_op(self) -> Mapping[str, list[Node]]:
+        """The nodes of each op that the graph has, in node order."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            found.setdefault(node.op, []).append(node)
+        return found
+
+    def costs(self, arch: Arch) -> Costs:
+        """The estimates on `arch` at the nominal values of the graph's symbols, which the view keeps."""
+        found = self._costs.get(arch)
+        if found is None:
+            found = self._costs[arch] = Costs(self.graph, arch, nominal_bindings(self.graph))
+        return found
 
     def successors(self, index: int) -> Iterable[int]:
         """Indices of the nodes that read an output of node `index`, one per use."""

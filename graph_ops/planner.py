@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 
 from ..fusion_rules import fuse
 from ..fusion_rules.verdict import FusedMatch, FusionReport, Verdict, VerdictKind
+from ..fusion_rules.view import GraphView
 from ..kernels.arch import Arch
 from ..kernels.capture import not_capturable
 from ..kernels.condition import Reason
-from ..kernels.cost import Costs, Estimate, Sizes, nominal_bindings
+from ..kernels.cost import Costs, Estimate, Sizes
 from ..kernels.registry import KERNELS, KernelEntry
 from .ir.errors import GraphNotSupportedError
 from .ir.graph import Node, OpGraph
@@ -43,26 +44,22 @@ def make_plan(
     """
     if not verified:
         verify(graph)
-    costs = Costs(graph, arch, nominal_bindings(graph))
+    costs = GraphView.of(graph).costs(arch)
     sizes = costs.sizes
-    sizes.learn(graph)
     order = graph.topological_order
-    apart_workspace = _workspace(graph, [_accesses(node) for node in order], sizes)
+    apart_workspace = _workspace(graph, map(_accesses, order), sizes)
     if fused:
         report = fuse(graph, arch, disable=disable, kernels=kernels)
     else:
-        report = FusionReport(graph, arch.name, (), (), ())
-    if report.graph is not graph:
-        costs_here = Costs(report.graph, arch, sizes.bindings)
-        costs_here.sizes.learn(report.graph)
-    else:
-        costs_here = costs
+        report = FusionReport(graph, arch.name, (), ())
+    costs_here = costs if report.graph is graph else GraphView.of(report.graph).costs(arch)
     if report.graph is graph and not report.matches:
         make = _unfused_steps(graph, arch, costs)
         steps, workspace = tuple([make(node) for node in order]), apart_workspace
     else:
         steps = _ordered_steps(report, arch, costs_here, {k.id: k for k in kernels})
-        workspace = _workspace(report.graph, [(step.reads, step.writes) for step in steps], costs_here.sizes)
+        accesses = [_accesses(report.graph.nodes[s.nodes[0]]) if s.rule is None else (s.reads, s.writes) for s in steps]
+        workspace = _workspace(report.graph, accesses, costs_here.sizes)
     plan = Plan(
         graph=report.graph,
         arch=arch.name,
@@ -86,7 +83,7 @@ def left_unfused(plan: Plan) -> tuple[tuple[Node, tuple[Verdict, ...]], ...]:
 
     Those are the grouped matmuls, for which every fusion here exists, and whatever else a rule matched.
     """
-    if not plan.fused:
+    if not plan.fused or not any(step.rule is None for step in plan.steps):
         return ()
     by_anchor: dict[int, list[Verdict]] = {}
     for verdict in plan.report.verdicts:
@@ -211,7 +208,7 @@ def _accesses(node: Node) -> tuple[list[int], list[int]]:
 
 
 def _workspace(
-    graph: OpGraph, accesses: Sequence[tuple[Sequence[int], Sequence[int]]], sizes: Sizes
+    graph: OpGraph, accesses: Iterable[tuple[Sequence[int], Sequence[int]]], sizes: Sizes
 ) -> WorkspaceLayout:
     return plan_workspace(lifetimes(graph.tensors, accesses), sizes)
 

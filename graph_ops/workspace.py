@@ -60,7 +60,7 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def lifetimes(
-    tensors: Mapping[int, TensorSpec], accesses: Sequence[tuple[Iterable[int], Iterable[int]]]
+    tensors: Mapping[int, TensorSpec], accesses: Iterable[tuple[Iterable[int], Iterable[int]]]
 ) -> list[Lifetime]:
     """The lifetime of each virtual tensor, in order of writing. `accesses` has (reads, writes) of each step in order.
 

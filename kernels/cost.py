@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..graph_ops.ir.dims import Dim, evaluate
 from ..graph_ops.ir.graph import Node, OpGraph
@@ -81,6 +81,14 @@ def nominal_bindings(graph: OpGraph) -> dict[str, int]:
     return {atom.name: _nominal(atom.multiple_of, atom.maximum) for atom in graph.symbols}
 
 
+class Size(NamedTuple):
+    """Of a tensor: its elements, the bytes of its data, and those from its first to its last element."""
+
+    elements: int
+    nbytes: int
+    span: int
+
+
 class Sizes:
     """What dims and tensors come to at fixed symbol values. Each distinct dim and tensor is worked out once.
 
@@ -90,8 +98,8 @@ class Sizes:
     def __init__(self, bindings: Mapping[str, int]) -> None:
         self.bindings = bindings
         self._dims: dict[int, tuple[Dim, int]] = {}
-        self._tensors: dict[int, tuple[TensorSpec, int, int]] = {}
-        self._spans: dict[int, tuple[TensorSpec, int]] = {}
+        self._sizes: dict[int, Size] = {}
+        self._kept: list[object] = []
 
     def of(self, dim: Dim) -> int:
         """The extent or stride."""
@@ -102,45 +110,39 @@ class Sizes:
             held = self._dims[id(dim)] = (dim, evaluate(dim, self.bindings))
         return held[1]
 
+    def size(self, tensor: TensorSpec) -> Size:
+        """All three sizes of a tensor."""
+        found = self._sizes.get(id(tensor))
+        if found is None:
+            count = last = 1
+            for dim, stride in zip(tensor.dim, tensor.stride, strict=True):
+                extent = dim if isinstance(dim, int) else self.of(dim)
+                count *= extent
+                last += (extent - 1) * (stride if isinstance(stride, int) else self.of(stride))
+            bits = tensor.data_type.info.bits
+            found = self._sizes[id(tensor)] = Size(count, -(-count * bits // 8), -(-last * bits // 8) if count else 0)
+            self._kept.append(tensor)
+        return found
+
     def elements(self, tensor: TensorSpec) -> int:
         """Elements of a tensor."""
-        return self.held(tensor)[1]
+        return self.size(tensor).elements
 
     def nbytes(self, tensor: TensorSpec) -> int:
         """Bytes of its data, gaps of its strides not counted."""
-        return self.held(tensor)[2]
-
-    def held(self, tensor: TensorSpec) -> tuple[TensorSpec, int, int]:
-        """The tensor, its elements and its bytes."""
-        held = self._tensors.get(id(tensor))
-        if held is None:
-            count = 1
-            for dim in tensor.dim:
-                count *= dim if isinstance(dim, int) else self.of(dim)
-            size = -(-count * tensor.data_type.info.bits // 8)
-            held = self._tensors[id(tensor)] = (tensor, count, size)
-        return held
-
-    def learn(self, graph: OpGraph) -> None:
-        """Works out every tensor of `graph`, those that are alike together."""
-        structure = graph.structure
-        held = [self.held(tensor)[1:] for tensor in structure.tensors]
-        spans = [self.span(tensor) for tensor in structure.tensors]
-        for uid, tensor in graph.tensors.items():
-            kind, identity = structure.tensor_kind[uid], id(tensor)
-            self._tensors[identity] = (tensor, *held[kind])
-            self._spans[identity] = (tensor, spans[kind])
+        return self.size(tensor).nbytes
 
     def span(self, tensor: TensorSpec) -> int:
         """Bytes from the first to the last element, gaps included; 0 for an empty tensor."""
-        held = self._spans.get(id(tensor))
-        if held is None:
-            last = 1
-            for dim, stride in zip(tensor.dim, tensor.stride, strict=True):
-                last += (self.of(dim) - 1) * self.of(stride)
-            size = -(-last * tensor.data_type.info.bits // 8) if self.elements(tensor) else 0
-            held = self._spans[id(tensor)] = (tensor, size)
-        return held[1]
+        return self.size(tensor).span
+
+    def learn(self, graph: OpGraph) -> None:
+        """Works out every tensor of `graph`, those that are alike together: they share one Size."""
+        structure = graph.structure
+        of_kind = [self.size(tensor) for tensor in structure.tensors]
+        kinds = structure.tensor_kind
+        self._sizes.update([(id(tensor), of_kind[kinds[uid]]) for uid, tensor in graph.tensors.items()])
+        self._kept.append(graph.tensors)
 
 
 def node_estimate(
@@ -159,7 +161,7 @@ def node_estimate(
         seen.add(uid)
         tensor = graph.tensors[uid]
         if tensor.value is None:
-            _, count, size = sizes.held(tensor)
+            count, size, _ = sizes.size(tensor)
             moved += size
             largest = max(largest, count)
     for port in node.reads_output:
@@ -190,6 +192,7 @@ class Costs:
 
     def __init__(self, graph: OpGraph, arch: Arch, bindings: Mapping[str, int]) -> None:
         self.arch, self.sizes = arch, Sizes(bindings)
+        self.sizes.learn(graph)
         self._structure = structure = graph.structure
         of_kind = [node_estimate(graph, node, arch, bindings, self.sizes) for node in structure.nodes]
         self.nodes: tuple[Estimate, ...] = tuple([of_kind[kind] for kind in structure.node_kind])

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from opfuse.fusion_rules.verdict import FusedMatch, FusionReport, Raising, Verdict, VerdictKind
+from opfuse.fusion_rules.verdict import FusedMatch, FusionReport, Raising, Told, Verdict, VerdictKind
 from opfuse.graph_ops import DataType, GluLayout
 from opfuse.graph_ops.builder import GraphBuilder
 from opfuse.graph_ops.ir import OpGraph
@@ -98,7 +98,7 @@ def make_plan(*verdicts: Verdict, fused: bool = True, raisings: tuple[Raising, .
         arch="sm90",
         fused=fused,
         steps=tuple(steps),
-        report=FusionReport(graph, "sm90", raisings, matches, tuple(verdicts)),
+        report=FusionReport(graph, "sm90", raisings, matches, Told(tuple(verdicts))),
         bindings={"M": 8192},
         estimate=Estimate.total(s.estimate for s in steps),
         workspace_bytes=1536 if fused else 3 * 2**20,
