@@ -23,7 +23,7 @@ from opfuse.graph_ops.torch.compile.rewrite import Options, Rewriter
 from opfuse.graph_ops.torch.compile.spellings import NotImportable
 from opfuse.kernels.arch import ARCHES
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 L, H, I = 3, 32, 64
