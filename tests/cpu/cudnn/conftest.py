@@ -182,8 +182,17 @@ def _scaled(
 @pytest.fixture(scope="session")
 def program() -> Any:
     """The cross-compiling program, for its table of cases and the graph of each."""
-    path = Path(__file__).parents[2] / "compile" / "cross_compile_cudnn.py"
-    spec = importlib.util.spec_from_file_location("cross_compile_cudnn", path)
+    return _module(Path(__file__).parents[2] / "compile" / "cross_compile_cudnn.py")
+
+
+@pytest.fixture(scope="session")
+def broken() -> Any:
+    """The module with the table of what breaks each condition alone."""
+    return _module(Path(__file__).with_name("test_scaled_conditions.py"))
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
