@@ -171,7 +171,7 @@ def _kind(match: Match, view: GraphView) -> Any:
     cover, whole or smaller, depends on who else reads what the match makes. Where more of the graph would count (a path
     leaves and comes back, an attachment feeds another, one tensor has two names), a match is like no other.
     """
-    values, uses = match.values, view.uses
+    values, read_by = match.values, view.read_by
     inside = tuple(match.nodes.values())
     if len(set(values.values())) < len(values) or not legality.is_convex(view, inside):
         return match
@@ -181,8 +181,8 @@ def _kind(match: Match, view: GraphView) -> Any:
         if name not in values:
             readers.append(-1)
             continue
-        read = uses[values[name]]
-        outside = len([use for use in read if use.node.index not in inside])
+        read = read_by[values[name]]
+        outside = len([index for index in read if index not in inside])
         if outside < len(read) and name not in core_makes:
             return match
         readers.append(2 if outside else 1 if read else 0)
@@ -191,7 +191,7 @@ def _kind(match: Match, view: GraphView) -> Any:
 
 
 def _form(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView) -> Form:
-    values, uses, tensors, roles = match.values, view.uses, view.graph.tensors, rule.roles
+    values, read_by, tensors, roles = match.values, view.read_by, view.graph.tensors, rule.roles
     shape = match.pattern.shape(attached)
     indices = [match.nodes[part.label] for part in shape.parts]
     read = [name for name in shape.operands if name in values]
@@ -209,13 +209,13 @@ def _form(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView) 
             and (
                 name in match.pattern.always_written
                 or tensors[uid].is_output
-                or any(u.node.index not in indices for u in uses[uid])
+                or any(index not in indices for index in read_by[uid])
             )
         ):
             written.append(name)
             continue
         interior.append(name)
-        if uses[uid]:
+        if read_by[uid]:
             rounding[name] = tensors[uid].data_type
     named = {*read, *written}
     return Form(
@@ -225,21 +225,21 @@ def _form(rule: Rule, match: Match, attached: tuple[str, ...], view: GraphView) 
         written=tuple(written),
         interior=tuple(interior),
         rounding=rounding,
-        attributes=_attributes(shape, [view.nodes[i].attributes for i in indices]),
+        attributes=_attributes(shape, indices, view),
     )
 
 
-def _attributes(shape: Shape, given: Sequence[tuple[tuple[str, Any], ...]]) -> dict[str, Any]:
+def _attributes(shape: Shape, indices: Sequence[int], view: GraphView) -> dict[str, Any]:
     """The attributes of every node under its prefix; parameters that an activation does not read are left out."""
     found: dict[str, Any] = {}
-    for part, attributes in zip(shape.parts, given, strict=True):
-        prefix = part.prefix
-        act = dict(attributes).get("act")
-        if act is None:
-            found.update([(prefix + name, value) for name, value in attributes])
-        else:
-            unread = _UNREAD[act]
-            found.update([(prefix + name, value) for name, value in attributes if name not in unread])
+    for part, index in zip(shape.parts, indices, strict=True):
+        key = part.prefix, index
+        under = view.prefixed.get(key)
+        if under is None:
+            attribute = view.nodes[index].attribute
+            unread = _UNREAD[attribute["act"]] if attribute.get("act") is not None else ()
+            under = view.prefixed[key] = {part.prefix + k: v for k, v in attribute.items() if k not in unread}
+        found.update(under)
     return found
 
 

@@ -76,11 +76,11 @@ def _cover(view: GraphView, nodes: Sequence[int], inside: frozenset[int], placed
 def _interior(view: GraphView, inside: frozenset[int], interior: Iterable[int]) -> list[Reason]:
     found = []
     for uid in interior:
-        outside = [u.node for u in view.uses[uid] if u.node.index not in inside]
+        outside = [view.nodes[i] for i in view.read_by[uid] if i not in inside]
         if not outside and not view.graph.tensors[uid].is_output:
             continue
         text = tensor_text(view.graph, uid)
-        where = view.producers[uid].node.path
+        where = view.nodes[view.written_by[uid]].path
         if outside:
             readers = ", ".join(dict.fromkeys(n.name for n in outside))
             found.append(
@@ -109,12 +109,12 @@ def _operands(view: GraphView, inside: frozenset[int], read: Iterable[int]) -> l
     return [
         Reason(
             OPERAND_PRODUCED_INSIDE,
-            f"{tensor_text(view.graph, uid)}, written by {made.node.name}",
+            f"{tensor_text(view.graph, uid)}, written by {view.nodes[made].name}",
             "operands that exist before the kernel runs",
-            where=made.node.path,
+            where=view.nodes[made].path,
         )
         for uid in dict.fromkeys(read)
-        if (made := view.producers.get(uid)) is not None and made.node.index in inside
+        if (made := view.written_by.get(uid)) is not None and made in inside
     ]
 
 

@@ -110,8 +110,11 @@ def fits(patterns: Sequence[Pattern], view: GraphView, anchor: Node) -> list[Mat
 
 def possible(pattern: Pattern, ops: Collection[str]) -> bool:
     """Whether a graph that has these ops alone can match."""
-    worth = [a.op in ops for a in pattern.attachments if a.label in pattern.needs_any]
-    return all(part.op in ops for part in pattern.core) and (not worth or any(worth))
+    for part in pattern.core:
+        if part.op not in ops:
+            return False
+    needs = pattern.needs_any
+    return not needs or any(a.op in ops for a in pattern.attachments if a.label in needs)
 
 
 def matches(pattern: Pattern, view: GraphView, anchor: Node, trace: Trace) -> Iterator[Match]:
@@ -137,10 +140,10 @@ def embeddings(
     if pattern.early is not None:
         wanted, reach = pattern.core[1], pattern.reaches[0]
         uid = anchor.output_uids.get(pattern.early)
-        if uid is not None and not any(use.node.op == wanted.op for use in view.uses[uid]):
+        if uid is not None and wanted.op not in [view.nodes[i].op for i in view.read_by[uid]]:
             trace.note((anchor.index,), NO_READER, uid, wanted, reach)
-            for use in view.uses[uid]:
-                trace.note((anchor.index,), OP, use.node, wanted, reach)
+            for index in view.read_by[uid]:
+                trace.note((anchor.index,), OP, view.nodes[index], wanted, reach)
             return []
     label = pattern.core[0].label
     partial = [({label: anchor.index}, values) for values in _bind(pattern.anchor, anchor, {}, trace, ())]
@@ -163,16 +166,16 @@ def _candidates(
     """Nodes of the wanted op next to the bound value that have no part yet, each once, in node order."""
     uid = values[reach.name]
     if not reach.downstream:
-        made = view.producers.get(uid)
-        if made is not None and made.node.op == wanted.op and made.node.index not in fitted:
-            return [made.node]
-        trace.note(fitted, *((NO_PRODUCER, uid) if made is None else (OP, made.node)), wanted, reach)
+        made = view.written_by.get(uid)
+        if made is not None and view.nodes[made].op == wanted.op and made not in fitted:
+            return [view.nodes[made]]
+        trace.note(fitted, *((NO_PRODUCER, uid) if made is None else (OP, view.nodes[made])), wanted, reach)
         return []
     trace.note(fitted, NO_READER, uid, wanted, reach)
     found: list[Node] = []
-    for use in view.uses[uid]:
-        node = use.node
-        if node.index in fitted:
+    for index in view.read_by[uid]:
+        node = view.nodes[index]
+        if index in fitted:
             continue
         if node.op != wanted.op:
             trace.note(fitted, OP, node, wanted, reach)
@@ -244,25 +247,27 @@ def _attach(pattern: Pattern, view: GraphView, nodes: dict[str, int], values: di
     nodes, bound = dict(nodes), dict(values)
     attached: list[str] = []
     left: dict[int, Reason] = {}
+    taken = set(nodes.values())
     for wanted, reach in zip(pattern.attachments, pattern.attachment_reaches, strict=True):
         if reach.name not in values:
             continue
-        for use in view.uses[values[reach.name]]:
-            node = use.node
-            if node.op != wanted.op or node.index in nodes.values():
+        for index in view.read_by[values[reach.name]]:
+            node = view.nodes[index]
+            if node.op != wanted.op or index in taken:
                 continue
             trace = Trace() if told else SILENT
             found = _bind(wanted, node, values, trace, ())
             if found and wanted.label not in nodes:
-                nodes[wanted.label] = node.index
+                nodes[wanted.label] = index
+                taken.add(index)
                 bound.update(found[0])
                 attached.append(wanted.label)
             elif told and found:
-                left[node.index] = _reason(view, NODE_TAKEN, node, wanted)
+                left[index] = _reason(view, NODE_TAKEN, node, wanted)
             elif told:
-                left.setdefault(node.index, trace.reason(view))
-    taken = set(nodes.values())
-    return Match(pattern, nodes, bound, tuple(attached), tuple((i, r) for i, r in left.items() if i not in taken))
+                left.setdefault(index, trace.reason(view))
+    kept = tuple([(i, r) for i, r in left.items() if i not in taken]) if left else ()
+    return Match(pattern, nodes, bound, tuple(attached), kept)
 
 
 def _reason(view: GraphView, code: str, *details: Any) -> Reason:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,13 @@ class GraphView:
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
         self.nodes: tuple[Node, ...] = graph.nodes
-        self.uses: Mapping[int, tuple[Use, ...]] = graph.uses
-        self.producers: Mapping[int, Use] = graph.producers
+        self.read_by: Mapping[int, Sequence[int]] = graph.read_by
+        self.written_by: Mapping[int, int] = graph.written_by
         self.order: Iterable[int] = self._order()
         self.fits: dict[str, Any] = {}  # filled by fusion: what each rule matches
         self.found: dict[tuple[str, int], Any] = {}  # filled by fusion: the same at each anchor, with what missed
         self.forms: dict[tuple[Any, ...], Any] = {}  # filled by candidates: what covers of alike matches share
+        self.prefixed: dict[tuple[str, int], dict[str, Any]] = {}  # likewise: attributes of nodes under a prefix
         self.answers: dict[tuple[Any, ...], Any] = {}  # filled by candidates: what kernels say of each kind of match
         self.judged: dict[tuple[int, int], Any] = {}  # filled by candidates: what one kernel serves on one arch
         self._costs: dict[Arch, Costs] = {}
@@ -54,17 +55,18 @@ class GraphView:
         return view
 
     def _order(self) -> list[int]:
-        producers = self.producers
-        if all(
-            (made := producers.get(uid)) is None or made.node.index < node.index
-            for node in self.nodes
-            for _, uid in node.inputs
-        ):
-            return list(range(len(self.nodes)))
         order = [node.index for node in self.graph.topological_order]
         if len(order) < len(self.nodes):
             raise ValueError(f"graph {self.graph.name} has a cycle; verify it first")
         return order
+
+    @property
+    def uses(self) -> Mapping[int, tuple[Use, ...]]:
+        return self.graph.uses
+
+    @property
+    def producers(self) -> Mapping[int, Use]:
+        return self.graph.producers
 
     @cached_property
     def position(self) -> list[int]:
@@ -90,8 +92,8 @@ class GraphView:
 
     def successors(self, index: int) -> Iterable[int]:
         """Indices of the nodes that read an output of node `index`, one per use."""
-        uses = self.uses
-        return [use.node.index for _, uid in self.nodes[index].outputs for use in uses[uid]]
+        read_by = self.read_by
+        return [reader for _, uid in self.nodes[index].outputs for reader in read_by[uid]]
 
     def multigraph(self) -> networkx.MultiDiGraph:
         """The nodes as a networkx graph, one edge per use: `mul(x, x)` keeps two. Edges carry `uid` and both ports."""

@@ -58,6 +58,16 @@ def configure(text: str, stream: TextIO | None = None) -> logging.Handler | None
     return handler
 
 
+def _heard(logger: logging.Logger) -> bool:
+    """Whether a record of `logger` reaches a handler that does something: reasons cost more than the plan itself."""
+    at: logging.Logger | None = logger
+    while at is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in at.handlers):
+            return True
+        at = at.parent if at.propagate else None
+    return False
+
+
 def log_fallbacks(plan: Plan) -> None:
     """One record per node at which a rule was tried and that stays unfused, with the nearest rule's first reason.
 
@@ -65,7 +75,7 @@ def log_fallbacks(plan: Plan) -> None:
     rule. INFO where nothing could fuse (the CPU), else WARNING.
     """
     level = logging.INFO if plan.arch == "cpu" else logging.WARNING
-    if not rules_log.isEnabledFor(level):
+    if not rules_log.isEnabledFor(level) or not _heard(rules_log):
         return
     for node, verdicts in left_unfused(plan):
         nearest = verdicts[0]

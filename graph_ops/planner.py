@@ -175,12 +175,12 @@ def _ordered_steps(
     units.sort(key=itemgetter(0))
     unit_of = {index: place for place, (_, step) in enumerate(units) for index in step.nodes}
     edges = []
-    producers = graph.producers
+    written_by = graph.written_by
     for node in graph.nodes:
         target = unit_of[node.index]
         for _, uid in node.inputs:
-            producer = producers.get(uid)
-            if producer is not None and (source := unit_of[producer.node.index]) != target:
+            producer = written_by.get(uid)
+            if producer is not None and (source := unit_of[producer]) != target:
                 edges.append((source, target))
     if all(source < target for source, target in edges):
         return tuple([step for _, step in units])

@@ -38,10 +38,10 @@ class Estimate:
         """The estimates one after the other."""
         listed = tuple(parts)
         return Estimate(
-            sum(p.flops for p in listed),
-            sum(p.bytes for p in listed),
-            sum(p.seconds for p in listed),
-            sum(p.launches for p in listed),
+            sum([p.flops for p in listed]),
+            sum([p.bytes for p in listed]),
+            sum([p.seconds for p in listed]),
+            sum([p.launches for p in listed]),
         )
 
 

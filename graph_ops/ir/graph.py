@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -94,6 +94,27 @@ class OpGraph:
                 found.setdefault(uid, []).append(Use(node, port))
         return {uid: tuple(uses) for uid, uses in found.items()}
 
+    @cached_property
+    def written_by(self) -> Mapping[int, int]:
+        """`producers` as node indices, which cost less than a Use where ports do not matter."""
+        return {uid: node.index for node in self.nodes for _, uid in node.outputs}
+
+    @cached_property
+    def read_by(self) -> Mapping[int, Sequence[int]]:
+        """`uses` as node indices, likewise: one per use, in node and port order."""
+        found: dict[int, list[int]] = {}
+        for node in self.nodes:
+            index = node.index
+            for _, uid in node.inputs:
+                if uid in found:
+                    found[uid].append(index)
+                else:
+                    found[uid] = [index]
+        # numbers in tuples are nothing that the garbage collector has to follow
+        read: dict[int, Sequence[int]] = dict.fromkeys(self.tensors, ())
+        read.update([(uid, tuple(indices)) for uid, indices in found.items()])
+        return read
+
     def inputs_of(self, node: Node) -> dict[str, TensorSpec]:
         return {port: self.tensors[uid] for port, uid in node.inputs}
 
@@ -104,7 +125,9 @@ class OpGraph:
     def graph_inputs(self) -> tuple[TensorSpec, ...]:
         """Tensors that the caller's buffers provide: used, produced by no node, and not compile-time scalars."""
         return tuple(
-            t for uid, t in self.tensors.items() if uid not in self.producers and not t.is_constant and self.uses[uid]
+            t
+            for uid, t in self.tensors.items()
+            if uid not in self.written_by and not t.is_constant and self.read_by[uid]
         )
 
     @cached_property
@@ -129,18 +152,21 @@ class OpGraph:
     @property
     def _declared_in_order(self) -> bool:
         """Whether each node stands after all that it reads, as builders declare them."""
-        place_of: dict[int, int] = {uid: use.node.index for uid, use in self.producers.items()}
-        return all(
-            node.index == place and all(place_of.get(uid, -1) < place for _, uid in node.inputs)
-            for place, node in enumerate(self.nodes)
-        )
+        place_of = self.written_by.get
+        for place, node in enumerate(self.nodes):
+            if node.index != place:
+                return False
+            for _, uid in node.inputs:
+                if place_of(uid, -1) >= place:
+                    return False
+        return True
 
     @cached_property
     def topological_order(self) -> tuple[Node, ...]:
         """Nodes, producers first; among ready nodes the one declared first. Nodes on a cycle are left out."""
         if self._declared_in_order:
             return self.nodes
-        waiting = {n.index: sum(uid in self.producers for _, uid in n.inputs) for n in self.nodes}
+        waiting = {n.index: sum(uid in self.written_by for _, uid in n.inputs) for n in self.nodes}
         ready = [index for index, count in waiting.items() if count == 0]
         heapq.heapify(ready)
         order: list[Node] = []

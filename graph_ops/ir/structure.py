@@ -49,13 +49,12 @@ class Structure:
         numbers = {}
         kind_of = tensor_kind.get
         for node in graph.nodes:
-            uids = [uid for _, uid in node.inputs + node.outputs]
-            kinds = tuple([kind_of(uid) for uid in uids])
+            ports, uids = zip(*node.inputs, *node.outputs, strict=True) if node.inputs or node.outputs else ((), ())
+            kinds = tuple(map(kind_of, uids))
             # 1, 1.0 and True are equal, and only one of them may be what an attribute allows
             types = tuple([value.__class__ for _, value in node.attributes])
             shared = tuple([uids.index(uid) for uid in uids]) if len(set(uids)) < len(uids) else ()
-            ports = tuple([port for port, _ in node.inputs]), tuple([port for port, _ in node.outputs])
-            kind = _number(numbers, (node.op, ports, kinds, shared, types, node.attributes))
+            kind = _number(numbers, (node.op, len(node.inputs), ports, kinds, shared, types, node.attributes))
             node_kind.append(kind)
             if kind == len(nodes):
                 nodes.append(node)

@@ -68,7 +68,7 @@ def _error(
 def _not_empty(graph: OpGraph) -> Iterator[GraphError]:
     if not graph.nodes:
         yield GraphError("GRAPH_EMPTY", asked=f"graph {graph.name}", seen="no node", required="at least one node")
-    elif not graph.graph_outputs:
+    elif not any(t.is_output for t in graph.structure.tensors):
         yield GraphError(
             "NO_OUTPUT",
             asked=f"graph {graph.name}",
@@ -103,7 +103,10 @@ def _ports(graph: OpGraph, node: Node) -> Iterator[GraphError]:
 
 
 def _single_writer(graph: OpGraph) -> Iterator[GraphError]:
-    writers = Counter(uid for node in graph.nodes for _, uid in node.outputs)
+    written = [uid for node in graph.nodes for _, uid in node.outputs]
+    if len(written) == len(graph.written_by) and not any(t.is_constant for t in graph.structure.tensors):
+        return
+    writers = Counter(written)
     for uid, count in writers.items():
         if count > 1 and uid in graph.tensors:
             yield _error("WRITERS", graph.tensors[uid], "tensor", f"{count} nodes write it", "one writer")
@@ -119,8 +122,14 @@ def _acyclic(graph: OpGraph) -> Iterator[GraphError]:
 
 
 def _virtual_is_produced(graph: OpGraph) -> Iterator[GraphError]:
+    structure, written_by = graph.structure, graph.written_by
+    made = {kind for kind, t in enumerate(structure.tensors) if t.is_virtual or t.is_output}
+    if not any(t.is_virtual and t.is_output for t in structure.tensors) and all(
+        uid in written_by for uid, kind in structure.tensor_kind.items() if kind in made
+    ):
+        return
     for uid, tensor in graph.tensors.items():
-        produced = uid in graph.producers
+        produced = uid in written_by
         if tensor.is_virtual and not produced:
             yield _error(
                 "VIRTUAL_INPUT", tensor, "virtual tensor", "no node writes it", "a producer, or a buffer of the caller"
@@ -178,6 +187,8 @@ DISCRETE_PORTS = {("grouped_matmul", "b"), ("block_scale_dequantize", "x"), ("bl
 
 
 def _discrete_use(graph: OpGraph) -> Iterator[GraphError]:
+    if not any(t.discrete for t in graph.structure.tensors):
+        return
     for uid, tensor in graph.tensors.items():
         if not tensor.discrete:
             continue
