@@ -170,6 +170,13 @@ _QUANT_ROUNDING = Condition(
     row="equation: D = quant(alpha A B^T)",
 )  # fmt: skip
 
+_CODES_ONLY = Condition(
+    "CODES_ONLY", "codes of the product, and not the product itself",
+    lambda p, a: "asked for " + ", ".join(r for r in ("d", "q_row", "q_col") if r in p),
+    lambda p, a: "d" not in p and ("q_row" in p or "q_col" in p), "leave the product virtual, or the codes unfused",
+    row="D: one d_dtype",
+)  # fmt: skip
+
 
 def _product_types(p: Problem) -> dict[str, DataType]:
     return {n: t for n, t in p.rounding.items() if n in ("y", "d", "d_wide")}
@@ -183,7 +190,7 @@ QUANT: tuple[Condition, ...] = (
         lambda p, a: known_divisor(support.extents(p)[2]) > 0 and known_divisor(support.extents(p)[2]) % 16 == 0,
         "pad N", lambda p, a: isinstance(support.extents(p)[2], int), row="D: 16-byte rows",
     ),
-    FP4_MAJOR, FORWARD_ALPHA, *bias_conditions(), _NO_DBIAS, _QUANT_ROUNDING, *_CODES,
+    FP4_MAJOR, FORWARD_ALPHA, *bias_conditions(), _NO_DBIAS, _QUANT_ROUNDING, _CODES_ONLY, *_CODES[1:],
     D_LAYOUT, *derived_conditions(amax_split=False), *_INSTALLED,
 )  # fmt: skip
 """Every condition of the quantizing grouped GEMM."""

@@ -78,6 +78,7 @@ EXCEPTIONS: Mapping[str, tuple[Callable[[Problem], bool], str]] = {
         lambda p: _extent(p, 2) == 0 or p["b"].discrete,
         "the classes take N = 0, and the discrete one any N, whose last gate block may have no up block",
     ),
+    "CODES_ONLY": (lambda p: "q_row" not in p, "the class also writes D without codes, which is no quantize"),
     "CODE_COLUMNS": (lambda p: _extent(p, 2) == 0, "the class takes N = 0"),
     "DEPTH_MULTIPLE": (lambda p: _extent(p, 1) == 0, "the class takes K = 0"),
     "EXPERTS": (lambda p: "dw" in p, "the weight gradient classes name no limit"),
@@ -330,6 +331,7 @@ def test_conditions_agree_with_check_support(make_scaled, entries, kernel: str) 
 
 ZERO: Mapping[str, dict[str, Any]] = {
     "CODE_ALIGNMENT": dict(k=0),
+    "CODES_ONLY": dict(roles=("d",)),
     "CODE_COLUMNS": dict(n=0),
     "DEPTH_MULTIPLE": dict(k=0),
     "OPERAND_FORMAT": dict(changes={"sf_b": dict(data_type=E4M3)}),

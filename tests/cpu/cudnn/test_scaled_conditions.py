@@ -143,7 +143,13 @@ ALONE: dict[str, dict[str, Options]] = {
     },
     GLU: {**SCALED_GLU, **SITU, "DENSE_MAJOR": dict(b_major="n")},
     DISCRETE: {**SCALED_GLU, "WEIGHT_MODE": dict(discrete=False), "ACT": dict(act="situglu")},
-    QUANT: {**SCALED, **FORWARD, "CODE_COLUMNS": dict(n=72), "PRODUCT_ROUNDING": dict(rounding={"y": BF16})},
+    QUANT: {
+        **{code: given for code, given in SCALED.items() if code != "D_OR_CODES"},
+        **FORWARD,
+        "CODE_COLUMNS": dict(n=72),
+        "PRODUCT_ROUNDING": dict(rounding={"y": BF16}),
+        "CODES_ONLY": SCALED["D_OR_CODES"],
+    },
     WGRAD_BF16: {**WEIGHT_GRADIENT, "OPERAND_TYPE": dict(changes=typed(F16, "a", "dy"))},
     WGRAD: {
         **WEIGHT_GRADIENT,
@@ -155,8 +161,7 @@ ALONE: dict[str, dict[str, Options]] = {
 TOGETHER: dict[tuple[str, str], set[str]] = {
     (DGLU, "D_OR_CODES"): {"D_TYPE"},
     (DGLU, "DBIAS_SOURCE"): {"SOURCE_ROUNDING"},
-    (QUANT, "FP4_MAJOR"): {"FP4_CODES"},
-    (QUANT, "D_OR_CODES"): {"PRODUCT_ROUNDING"},
+    (QUANT, "FP4_MAJOR"): {"CODES_ONLY"},
     (QUANT, "SOURCE_ROUNDING"): {"PRODUCT_ROUNDING"},
 }
 RUBIN: dict[str, dict[str, Options]] = {
