@@ -67,13 +67,11 @@ def _descriptor_class() -> Any:
     return Descriptor
 
 
-def samples(
-    family: Family, configuration: Configuration, device: torch.device, rows: int = support.ROW_MULTIPLE
-) -> dict[str, Any]:
+def samples(family: Family, configuration: Configuration, device: torch.device) -> dict[str, Any]:
     """The constructor's operands: real memory where the class reads some, descriptors otherwise."""
     describe = _descriptor_class()
     made: dict[str, Any] = {}
-    for argument in family.arguments(configuration, rows):
+    for argument in family.arguments(configuration, support.ROW_MULTIPLE):
         dtype, (shape, stride) = torch_type(argument.data_type), argument.stored
         if argument.sample in family.real_samples:
             memory = torch.zeros(argument.nbytes, dtype=torch.uint8, device=device)
@@ -102,11 +100,6 @@ def _compile(family: Family, configuration: Configuration, device: torch.device)
 
 
 _shared = lru_cache(maxsize=256)(_compile)
-
-
-def clear_cache() -> None:
-    """Forgets every compiled object that kernels may share."""
-    _shared.cache_clear()
 
 
 class Launcher:
