@@ -103,6 +103,11 @@ def fits(patterns: Sequence[Pattern], view: GraphView, anchor: Node) -> list[Mat
     filled in."""
     found: dict[tuple[int, ...], Match] = {}
     for pattern in patterns:
+        if pattern.begins is not None:
+            port, ops = pattern.begins
+            uid = anchor.output_uids.get(port)
+            if uid is not None and ops.isdisjoint([view.nodes[i].op for i in view.read_by[uid]]):
+                continue
         for match in matches(pattern, view, anchor, SILENT):
             found.setdefault(tuple(sorted(match.nodes.values())), match)
     return list(found.values())

@@ -111,6 +111,18 @@ class Pattern:
         return next((p for p, name in self.core[0].output_names.items() if name == self.reaches[0].name), None)
 
     @cached_property
+    def begins(self) -> tuple[str, frozenset[str]] | None:
+        """The anchor's output port and the ops of which one must read it, where the pattern cannot match without."""
+        if self.early is not None:
+            return self.early, frozenset((self.core[1].op,))
+        if not self.needs_any:
+            return None
+        needed = [(r.name, a.op) for a, r in zip(self.attachments, self.attachment_reaches, strict=True)
+                  if a.label in self.needs_any]  # fmt: skip
+        ports = [port for port, name in self.anchor.outputs.items() if all(name == n for n, _ in needed)]
+        return (ports[0], frozenset(op for _, op in needed)) if ports else None
+
+    @cached_property
     def reaches(self) -> tuple[Reach, ...]:
         """How each node of the core after the anchor is reached."""
         return tuple(self._reach(self.core[:i], node) for i, node in enumerate(self.core) if i)

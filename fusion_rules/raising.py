@@ -86,7 +86,7 @@ def raise_graph(graph: OpGraph, disable: Collection[str] = ()) -> tuple[OpGraph,
     The tensors that the compositions give keep their uids, names and types. Returns `graph` itself where there is
     nothing to raise. `disable`: ids of RAISES.
     """
-    if not any(node.op == "split_glu" for node in graph.nodes):
+    if not any(node.op == "split_glu" for node in graph.structure.nodes):
         return graph, ()
     view = GraphView(graph)
     legal = _legal(view, [p for p in _proposals(view) if p.reason is None and p.rule not in disable])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..kernels.cost import Sizes
 from .ir.dims import check_symbol
@@ -20,8 +21,7 @@ ALIGNMENT = 256
 """Byte alignment of every tensor in a workspace: what TMA, vector loads and torch's own allocator expect."""
 
 
-@dataclass(frozen=True)
-class Lifetime:
+class Lifetime(NamedTuple):
     """A virtual tensor and the steps, first and last included, between which its bytes must stay as they are."""
 
     tensor: TensorSpec

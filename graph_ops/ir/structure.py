@@ -40,7 +40,11 @@ class Structure:
         tensors: list[TensorSpec] = []
         numbers: dict[Any, int] = {}
         for uid, tensor in graph.tensors.items():
-            kind = _number(numbers, _CONTENT(tensor))
+            content = _CONTENT(tensor)
+            try:
+                kind = numbers.setdefault(content, len(tensors))
+            except TypeError:  # what cannot be hashed, as in a hand-made graph, is like no other
+                kind = numbers.setdefault(_Unlike(), len(tensors))
             tensor_kind[uid] = kind
             if kind == len(tensors):
                 tensors.append(tensor)
@@ -49,24 +53,20 @@ class Structure:
         numbers = {}
         kind_of = tensor_kind.get
         for node in graph.nodes:
-            ports, uids = zip(*node.inputs, *node.outputs, strict=True) if node.inputs or node.outputs else ((), ())
+            inputs, attributes = node.inputs, node.attributes
+            ports, uids = zip(*inputs, *node.outputs, strict=True) if inputs or node.outputs else ((), ())
             kinds = tuple(map(kind_of, uids))
             # 1, 1.0 and True are equal, and only one of them may be what an attribute allows
-            types = tuple([value.__class__ for _, value in node.attributes])
+            types = tuple([value.__class__ for _, value in attributes])
             shared = tuple([uids.index(uid) for uid in uids]) if len(set(uids)) < len(uids) else ()
-            kind = _number(numbers, (node.op, len(node.inputs), ports, kinds, shared, types, node.attributes))
+            try:
+                kind = numbers.setdefault((node.op, len(inputs), ports, kinds, shared, types, attributes), len(nodes))
+            except TypeError:
+                kind = numbers.setdefault(_Unlike(), len(nodes))
             node_kind.append(kind)
             if kind == len(nodes):
                 nodes.append(node)
         return Structure(tensor_kind, tuple(node_kind), tuple(tensors), tuple(nodes))
-
-
-def _number(numbers: dict[Any, int], key: tuple[Any, ...]) -> int:
-    """The number of `key`; a key that cannot be hashed, as a hand-made graph may have, is like no other."""
-    try:
-        return numbers.setdefault(key, len(numbers))
-    except TypeError:
-        return numbers.setdefault(_Unlike(), len(numbers))
 
 
 class _Unlike:

@@ -75,3 +75,12 @@ def test_fuse_blocks_that_no_kernel_supports(benchmark):
     graph = blocks(400)
     report = benchmark(plan, graph, kernels=fg.EXACT_KERNELS)
     assert not report.matches
+
+
+@pytest.mark.benchmark(group="fuse: verdicts")
+@pytest.mark.parametrize("count", [1, 400], ids=["5 nodes", "2,000 nodes"])
+def test_verdicts_of_blocks(benchmark, count):
+    """What `fuse` leaves for later: every reason, the first time that they are read."""
+    graph = blocks(count)
+    verdicts = benchmark.pedantic(lambda g: plan(g).verdicts, setup=lambda: ((replace(graph),), {}), rounds=5)
+    assert len(verdicts) >= count
