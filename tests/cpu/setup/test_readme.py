@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import os
 import re
 from pathlib import Path
@@ -23,8 +25,22 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def test_the_entry_points_exist():
+    """The second block is a list of entry points, not a program: each import and attribute is there."""
+    from opfuse.graph_ops import Graph
+
+    _, entries = blocks("python")
+    imports = [line.split("#")[0] for line in entries.splitlines() if line.startswith("from ")]
+    assert len(imports) == 2
+    for line in imports:
+        exec(line, {})
+    assert "hf.register()" in entries and "Graph.from_cudnn(" in entries and 'backend="opfuse"' in entries
+    assert callable(importlib.import_module("opfuse.graph_ops.torch.hf").register) and callable(Graph.from_cudnn)
+    assert "opfuse" in {e.name for e in importlib.metadata.entry_points(group="torch_dynamo_backends")}
+
+
 def test_the_example_runs(capsys):
-    (example,) = blocks("python")
+    example, _ = blocks("python")
     scope: dict = {}
     exec(compile(example, str(README), "exec"), scope)
     printed = capsys.readouterr().out
