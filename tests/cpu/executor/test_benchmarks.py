@@ -85,7 +85,7 @@ def test_plan_many_nodes(benchmark: Any, tools: Any, size: str) -> None:
 
 def test_plan_one_block(benchmark: Any) -> None:
     """Wanted: under 1 ms, verified. On two shared AMD EPYC cores, Python 3.11, 2026-11-30: median 0.86 ms of CPU
-    time, and 47 ms for the 2,000 nodes, 0.45 s for the 10,000 below (half of it the garbage collector)."""
+    time, and 47 ms for the 2,000 nodes, 0.45 s for the 10,000 below (two fifths of it the garbage collector)."""
     op_graph = _blocks(1)
     plan = benchmark.pedantic(lambda g: make_plan(g, ARCHES["sm100"]), setup=lambda: _cold(op_graph), rounds=50)
     assert len(plan.fused_steps) == 1 and "verdicts" not in plan.report.__dict__
