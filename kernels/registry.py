@@ -11,6 +11,7 @@ from .arch import Arch, ArchRange
 from .condition import Condition, Reason, failures
 from .cudnn import block_scaled as cudnn_block_scaled
 from .cudnn import forward as cudnn_forward
+from .cudnn import knobs as cudnn_knobs
 from .cudnn import support as cudnn_support
 from .hopper import support as hopper_support
 from .problem import Problem
@@ -101,6 +102,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         requires_packages=_CUDNN_PACKAGES,
         deterministic=False,
         launches=cudnn_support.launches,
+        variants=cudnn_knobs.variants(cudnn_knobs.BF16),
     ),
     KernelEntry(
         id="cudnn.grouped_gemm_dglu.block_scaled",
@@ -113,6 +115,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
+        variants=cudnn_knobs.variants(cudnn_knobs.BLOCK_SCALED),
     ),
     KernelEntry(
         id="cudnn.grouped_gemm_glu.bf16",
@@ -125,6 +128,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
+        variants=cudnn_knobs.variants(cudnn_knobs.BF16),
     ),
     KernelEntry(
         id="cudnn.grouped_gemm_glu.block_scaled",
@@ -137,6 +141,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
+        variants=cudnn_knobs.variants(cudnn_knobs.BLOCK_SCALED),
     ),
     KernelEntry(
         id="cudnn.discrete_grouped_gemm_swiglu",
@@ -149,6 +154,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
+        variants=cudnn_knobs.variants(cudnn_knobs.BLOCK_SCALED),
     ),
     KernelEntry(
         id="cudnn.grouped_gemm_quant.block_scaled",
@@ -161,6 +167,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
+        variants=cudnn_knobs.variants(cudnn_knobs.BLOCK_SCALED),
     ),
     KernelEntry(
         id="cudnn.grouped_gemm_wgrad.bf16",
@@ -173,6 +180,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_forward.wgrad_launches,
+        variants=cudnn_knobs.variants(cudnn_knobs.WGRAD),
     ),
     KernelEntry(
         id="cudnn.grouped_gemm_wgrad.block_scaled",
@@ -185,6 +193,7 @@ KERNELS: tuple[KernelEntry, ...] = (
         requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_forward.wgrad_launches,
+        variants=cudnn_knobs.variants(cudnn_knobs.WGRAD),
     ),
 )
 """Every fused kernel that exists, in order of preference among equals."""

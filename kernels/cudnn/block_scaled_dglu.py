@@ -14,6 +14,7 @@ import torch
 
 from ...graph_ops.ir.dtypes import DataType
 from ..problem import Problem
+from . import knobs
 from .launch import Family, Launcher, launcher
 from .operands import ONES, SCRATCH, Argument, Configuration, offsets, per_row, rows, scales, torch_type, vector
 
@@ -22,8 +23,9 @@ DPROB_COLUMNS = 256
 
 
 def slots(configuration: Configuration) -> int:
-    """Partial sums of dprob for each row that the deterministic kernel writes apart."""
-    return -(-configuration.n // DPROB_COLUMNS)
+    """Partial sums of dprob for each row that the deterministic kernel writes apart: whole clusters along N."""
+    width = configuration.knobs.cluster[1] if configuration.knobs is not None else 1
+    return -(-configuration.n // (DPROB_COLUMNS * width)) * width
 
 
 def weights(c: Configuration) -> tuple[Argument, ...]:
@@ -116,12 +118,13 @@ FAMILY = Family(
     arguments=arguments,
     constructor=constructor,
     standing_in=("alpha", "beta", "prob", "dprob", "norm_const_row", "norm_const_col"),
+    knobs=knobs.BLOCK_SCALED,
     zeroed=("dprob", "slots", "dbias", "amax"),
     addresses={"b": "b_ptrs", "sf_b": "sfb_ptrs"},
     finish=finish,
 )
 
 
-def build(problem: Problem, device: Any) -> Launcher:
+def build(problem: Problem, device: Any, variant: str | None = None) -> Launcher:
     """Compiles the kernel for `problem`. Raises ImportError without cudnn-frontend."""
-    return launcher(FAMILY, problem, device)
+    return launcher(FAMILY, problem, device, variant)

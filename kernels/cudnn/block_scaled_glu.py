@@ -10,6 +10,7 @@ from typing import Any
 
 from ...graph_ops.ir.dtypes import DataType
 from ..problem import Problem
+from . import knobs
 from .block_scaled_dglu import quantized, weight_options, weights
 from .grouped_glu import bias
 from .launch import Family, Launcher, launcher
@@ -78,6 +79,7 @@ FAMILY = Family(
     arguments=arguments,
     constructor=constructor,
     standing_in=STANDING_IN,
+    knobs=knobs.BLOCK_SCALED,
     zeroed=("amax",),
     execution=execution,
     addresses=ADDRESSES,
@@ -88,6 +90,7 @@ DISCRETE = Family(
     arguments=arguments,
     constructor=discrete_constructor,
     standing_in=STANDING_IN,
+    knobs=knobs.BLOCK_SCALED,
     zeroed=("amax",),
     execution=discrete_execution,
     addresses=ADDRESSES,
@@ -95,6 +98,6 @@ DISCRETE = Family(
 )
 
 
-def build(problem: Problem, device: Any) -> Launcher:
+def build(problem: Problem, device: Any, variant: str | None = None) -> Launcher:
     """Compiles the unified kernel for `problem`. Raises ImportError without cudnn-frontend."""
-    return launcher(FAMILY, problem, device)
+    return launcher(FAMILY, problem, device, variant)

@@ -9,6 +9,6 @@ from .block_scaled_glu import DISCRETE
 from .launch import Launcher, launcher
 
 
-def build(problem: Problem, device: Any) -> Launcher:
+def build(problem: Problem, device: Any, variant: str | None = None) -> Launcher:
     """Compiles the kernel for `problem`. Raises ImportError without cudnn-frontend."""
-    return launcher(DISCRETE, problem, device)
+    return launcher(DISCRETE, problem, device, variant)

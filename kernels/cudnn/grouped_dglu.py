@@ -19,7 +19,7 @@ from ...graph_ops.ir.dtypes import DataType
 from ...graph_ops.ir.errors import VariantPackError
 from ..addresses import AddressArrays
 from ..problem import Problem
-from . import support, versions
+from . import knobs, support, versions
 from .operands import Argument, torch_type
 
 REGION_ALIGNMENT = 128
@@ -46,9 +46,10 @@ class DgluConfiguration:
     dbias: bool
     activation: bool
     round_product: bool
+    knobs: knobs.Knobs | None
 
     @staticmethod
-    def of(problem: Problem) -> DgluConfiguration:
+    def of(problem: Problem, variant: str | None = None) -> DgluConfiguration:
         """The configuration that serves a problem that passed every condition of support.BF16_DGLU."""
         _, k, n, experts = (evaluate(e, {}) if isinstance(e, int) else -1 for e in support.extents(problem))
         given = problem.attributes
@@ -69,6 +70,7 @@ class DgluConfiguration:
             dbias="dbias" in problem,
             activation="activation" in problem,
             round_product=support.product_type(problem) is DataType.BFLOAT16,
+            knobs=knobs.chosen(knobs.BF16, variant),
         )
 
 
@@ -119,7 +121,7 @@ def options(configuration: DgluConfiguration) -> dict[str, Any]:
             "b_shape": (configuration.n, configuration.k),
             "b_dtype": torch.bfloat16,
         }
-    return given
+    return given | (configuration.knobs.keywords if configuration.knobs is not None else {})
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -156,8 +158,8 @@ def compiled(configuration: DgluConfiguration, device: torch.device) -> Any:
 class GroupedDglu:
     """A FusedKernel: one configuration on one device."""
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
-        self.configuration = DgluConfiguration.of(problem)
+    def __init__(self, problem: Problem, device: torch.device, variant: str | None = None) -> None:
+        self.configuration = DgluConfiguration.of(problem, variant)
         self._problem, self._device = problem, device
         self._kernel = compiled(self.configuration, device)
         self._addresses = AddressArrays(device, support.ALIGNMENT)
@@ -241,10 +243,13 @@ def _stream(device: torch.device) -> Any:
     return driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
 
 
-def build(problem: Problem, device: Any) -> GroupedDglu:
-    """Compiles the kernel for `problem` (M stays free). Raises ImportError without cudnn-frontend."""
+def build(problem: Problem, device: Any, variant: str | None = None) -> GroupedDglu:
+    """Compiles the kernel for `problem` (M stays free), as the class thinks best or as a variant of knobs.BF16.
+
+    Raises ImportError without cudnn-frontend.
+    """
     versions.warn_if_unknown(versions.installed())
     where = torch.device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    return GroupedDglu(problem, where)
+    return GroupedDglu(problem, where, variant)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...graph_ops.ir.dtypes import DataType
 from ..problem import Problem
+from . import knobs
 from .launch import Family, Launcher, launcher
 from .operands import ONES, SCRATCH, Argument, Configuration, offsets, per_row, rows, torch_type, vector
 
@@ -56,11 +57,12 @@ FAMILY = Family(
     arguments=arguments,
     constructor=constructor,
     standing_in=("alpha", "prob"),
+    knobs=knobs.BF16,
     execution=execution,
     owns_scratch=True,
 )
 
 
-def build(problem: Problem, device: Any) -> Launcher:
+def build(problem: Problem, device: Any, variant: str | None = None) -> Launcher:
     """Compiles the kernel for `problem`. Raises ImportError without cudnn-frontend."""
-    return launcher(FAMILY, problem, device)
+    return launcher(FAMILY, problem, device, variant)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...graph_ops.ir.dtypes import DataType
 from ..problem import Problem
+from . import knobs
 from .block_scaled_dglu import quantized, weight_options, weights
 from .block_scaled_glu import ADDRESSES, STANDING_IN
 from .grouped_glu import bias
@@ -43,12 +44,13 @@ FAMILY = Family(
     arguments=arguments,
     constructor=constructor,
     standing_in=STANDING_IN,
+    knobs=knobs.BLOCK_SCALED,
     zeroed=("amax",),
     addresses=ADDRESSES,
     owns_scratch=True,
 )
 
 
-def build(problem: Problem, device: Any) -> Launcher:
+def build(problem: Problem, device: Any, variant: str | None = None) -> Launcher:
     """Compiles the kernel for `problem`. Raises ImportError without cudnn-frontend."""
-    return launcher(FAMILY, problem, device)
+    return launcher(FAMILY, problem, device, variant)

@@ -10,6 +10,7 @@ from typing import Any
 from ...graph_ops.ir.dtypes import DataType
 from ...graph_ops.ir.layouts import SCALE_ATOM_COLUMNS, SCALE_ATOM_ROWS
 from ..problem import Problem
+from . import knobs
 from .launch import Family, Launcher, launcher
 from .operands import Argument, Configuration
 
@@ -49,6 +50,7 @@ FAMILY = Family(
     arguments=arguments,
     constructor=constructor,
     standing_in=(),
+    knobs=knobs.WGRAD,
     execution=execution,
     addresses={},
     owns_scratch=True,
@@ -57,6 +59,6 @@ FAMILY = Family(
 )
 
 
-def build(problem: Problem, device: Any) -> Launcher:
+def build(problem: Problem, device: Any, variant: str | None = None) -> Launcher:
     """Compiles the kernel for `problem`. Raises ImportError without cudnn-frontend."""
-    return launcher(FAMILY, problem, device)
+    return launcher(FAMILY, problem, device, variant)

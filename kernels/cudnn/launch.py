@@ -19,6 +19,7 @@ from ...graph_ops.ir.errors import VariantPackError
 from ..addresses import AddressArrays
 from ..problem import Problem
 from . import support, versions
+from .knobs import Knobs, chosen
 from .operands import ONES, SCRATCH, Argument, Configuration, configure, torch_type
 
 REGION_ALIGNMENT = 128
@@ -35,12 +36,14 @@ class Family:
     discrete weights with the keyword of their address array. `owns_scratch`: the object allocates its own scratch when
     it is compiled, so that it must not serve two streams; otherwise `execute` takes `workspace`. `finish` is called
     with the views of a run after the launch. `empty` are outputs that are zero where there are no rows to launch for.
+    `knobs` are its variants.
     """
 
     class_name: str
     arguments: Callable[[Configuration, int], tuple[Argument, ...]]
     constructor: Callable[[Configuration], dict[str, Any]]
     standing_in: tuple[str, ...]
+    knobs: tuple[Knobs, ...]
     zeroed: tuple[str, ...] = ()
     execution: Callable[[Configuration], dict[str, Any]] = lambda configuration: {}
     addresses: Mapping[str, str] = field(default_factory=lambda: {"b": "b_ptrs"})
@@ -87,7 +90,8 @@ def instance(family: Family, configuration: Configuration, device: torch.device)
     import cudnn
 
     cls = getattr(cudnn, family.class_name)
-    made = cls(**samples(family, configuration, device), **family.constructor(configuration))
+    knobs = configuration.knobs.keywords if configuration.knobs is not None else {}
+    made = cls(**samples(family, configuration, device), **family.constructor(configuration), **knobs)
     made.check_support()
     return made
 
@@ -108,8 +112,8 @@ class Launcher:
     Compiled objects that take their scratch from the caller are shared within the process; those that own it are not.
     """
 
-    def __init__(self, family: Family, problem: Problem, device: torch.device) -> None:
-        self.configuration = configure(problem, family.standing_in)
+    def __init__(self, family: Family, problem: Problem, device: torch.device, variant: str | None = None) -> None:
+        self.configuration = configure(problem, family.standing_in, chosen(family.knobs, variant))
         self._family, self._problem, self._device = family, problem, device
         compiled = _compile if family.owns_scratch else _shared
         self._kernel = compiled(family, self.configuration, device)
@@ -208,10 +212,13 @@ def _stream(device: torch.device) -> Any:
     return driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
 
 
-def launcher(family: Family, problem: Problem, device: Any) -> Launcher:
-    """Compiles the kernel for `problem` (M stays free). Raises ImportError without cudnn-frontend."""
+def launcher(family: Family, problem: Problem, device: Any, variant: str | None = None) -> Launcher:
+    """Compiles the kernel for `problem` (M stays free), as the class thinks best or as one of `family.knobs`.
+
+    Raises ImportError without cudnn-frontend.
+    """
     versions.warn_if_unknown(versions.installed())
     where = torch.device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    return Launcher(family, problem, where)
+    return Launcher(family, problem, where, variant)

@@ -14,6 +14,7 @@ from ...graph_ops.ir.dtypes import DataType
 from ...graph_ops.ir.layouts import SCALE_ATOM_COLUMNS, SCALE_ATOM_ROWS
 from ..problem import Problem
 from . import support
+from .knobs import Knobs
 
 ONES, SCRATCH = "ones", "scratch"
 
@@ -109,6 +110,7 @@ class Configuration:
     """What one compiled kernel is specialised for. Everything else, M above all, is free at each run.
 
     `types` has the data type of each role that the kernel is specialised for; a role with a stand-in is not one.
+    `knobs` are those of a variant, None for the class's own.
     """
 
     k: int
@@ -121,6 +123,7 @@ class Configuration:
     parameters: tuple[tuple[str, float], ...]
     types: tuple[tuple[str, DataType], ...]
     deterministic: bool
+    knobs: Knobs | None = None
 
     def __contains__(self, role: str) -> bool:
         return any(name == role for name, _ in self.types)
@@ -135,7 +138,7 @@ class Configuration:
 PARAMETERS = ("geglu_alpha", "clamp_min", "clamp_max", "linear_offset", "situ_beta1", "situ_beta2")
 
 
-def configure(problem: Problem, standing_in: tuple[str, ...]) -> Configuration:
+def configure(problem: Problem, standing_in: tuple[str, ...], knobs: Knobs | None = None) -> Configuration:
     """The configuration that serves a problem which passed every condition of its kernel.
 
     `standing_in` are the roles for which the adapter has a stand-in, so that their presence changes no code.
@@ -159,4 +162,5 @@ def configure(problem: Problem, standing_in: tuple[str, ...]) -> Configuration:
         parameters=tuple((name, float(given[name])) for name in PARAMETERS if name in given),
         types=tuple((r, t.data_type) for r, t in problem.tensors.items() if r not in standing_in),
         deterministic=problem.deterministic,
+        knobs=knobs,
     )

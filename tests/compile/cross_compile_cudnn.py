@@ -27,6 +27,7 @@ from opfuse.graph_ops.ir.graph import OpGraph
 from opfuse.graph_ops.ir.layouts import GluLayout, ScaleLayout
 from opfuse.graph_ops.ir.verify import verify
 from opfuse.kernels.arch import ARCHES
+from opfuse.kernels.cudnn import knobs
 from opfuse.kernels.registry import KERNELS
 
 K, N, EXPERTS, ROWS = 256, 128, 3, 768
@@ -78,6 +79,17 @@ def _cases() -> dict[str, dict[str, Any]]:
     add(QUANT, ("mxfp8",), ("",), (False,), tag=("bias_amax",), extras=("bias", "amax"))
     add(WGRAD_BF16, ("bf16",), ("",), (False,))
     add(WGRAD, ("mxfp8", "mxfp8_e5m2"), ("",), (False,))
+    for kernel, family, act, discrete, table in (
+        (DGLU, "mxfp8", "swiglu", False, knobs.BLOCK_SCALED),
+        (GLU_BF16, "bf16", "swiglu", False, knobs.BF16),
+        (GLU, "mxfp8", "swiglu", False, knobs.BLOCK_SCALED),
+        (DISCRETE, "mxfp8", "swiglu", True, knobs.BLOCK_SCALED),
+        (QUANT, "mxfp8", "", False, knobs.BLOCK_SCALED),
+        (WGRAD_BF16, "bf16", "", False, knobs.WGRAD),
+        (WGRAD, "mxfp8", "", False, knobs.WGRAD),
+    ):
+        for variant in (k.name for k in table):
+            add(kernel, (family,), (act,), (discrete,), tag=(variant,), variant=variant)
     return made
 
 
@@ -188,7 +200,7 @@ def build(name: str, arch: str) -> dict[str, Any]:
     if not report.matches:
         return {"reasons": [str(r) for v in report.verdicts for r in v.reasons]}
     (match,) = report.matches
-    kernel = entry.build(match.problem, "cpu")
+    kernel = entry.build(match.problem, "cpu", case.get("variant"))
     return {
         "reasons": [],
         "left": len(graph.nodes) - len(match.nodes),

@@ -20,6 +20,7 @@ import torch
 from opfuse.graph_ops.builder import GraphBuilder
 from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.graph_ops.ir.layouts import GluLayout
+from opfuse.kernels.cudnn import knobs
 from opfuse.kernels.problem import Problem
 
 K, N, EXPERTS, ROWS = 128, 96, 3, 768
@@ -28,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dense_geglu_dbias": {"act": "geglu", "dbias": True},
     "discrete_swiglu": {"discrete": True},
     "discrete_n_major_geglu": {"act": "geglu", "discrete": True, "major": "n"},
+    **{f"dense_swiglu_{k.name}": {"variant": k.name} for k in knobs.BF16},
     "dense_n_major_activation_rounded": {"act": "geglu", "major": "n", "activation": True, "rounded": True},
 }
 
@@ -64,9 +66,11 @@ def build(name: str) -> dict:
     from opfuse.kernels.registry import kernels_for
 
     entry = next(k for k in kernels_for("grouped_gemm_dglu") if k.id == "cudnn.grouped_gemm_dglu.bf16")
-    asked, start = problem(**CASES[name]), time.perf_counter()
+    case = dict(CASES[name])
+    variant = case.pop("variant", None)
+    asked, start = problem(**case), time.perf_counter()
     reasons = [str(r) for r in entry.supports(asked, ARCHES["sm100"])]
-    kernel = entry.build(asked, "cpu")
+    kernel = entry.build(asked, "cpu", variant)
     return {
         "reasons": reasons,
         "seconds": time.perf_counter() - start,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opfuse.kernels.cudnn import knobs
 
 PROGRAM = Path(__file__).parent / "cross_compile_cudnn_dglu.py"
 pytestmark = [
@@ -18,6 +19,16 @@ pytestmark = [
         importlib.util.find_spec("cudnn") is None, reason="needs the extra `cuda`: cudnn-frontend is not installed"
     ),
 ]
+
+
+USUAL = (
+    "dense_swiglu",
+    "dense_geglu_dbias",
+    "discrete_swiglu",
+    "discrete_n_major_geglu",
+    "dense_n_major_activation_rounded",
+)
+VARIANTS = tuple(f"dense_swiglu_{k.name}" for k in knobs.BF16)
 
 
 def compile_for(arch: str, folder: Path, *cases: str) -> dict[str, dict[str, Any]]:
@@ -31,24 +42,24 @@ def compile_for(arch: str, folder: Path, *cases: str) -> dict[str, dict[str, Any
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return compile_for("sm_100a", tmp_path_factory.mktemp("ptx"))
+    return compile_for("sm_100a", tmp_path_factory.mktemp("ptx"), *USUAL)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "dense_swiglu",
-        "dense_geglu_dbias",
-        "discrete_swiglu",
-        "discrete_n_major_geglu",
-        "dense_n_major_activation_rounded",
-    ],
-)
+@pytest.mark.parametrize("case", USUAL)
 def test_compiles_for_sm100a(built: dict, case: str) -> None:
     result = built[case]
     assert result["reasons"] == []
     assert result["ptx"][".target sm_100a"] and result["ptx"]["tcgen05.mma"], result
     assert result["ptx"]["red.global.add.noftz.bf16x2"] == ("dbias" in case), "bf16 atomics belong to dbias alone"
+
+
+@pytest.mark.slow
+def test_variants_compile_for_sm100a(tmp_path: Path) -> None:
+    found = compile_for("sm_100a", tmp_path, *VARIANTS)
+    assert set(found) == set(VARIANTS)
+    for name, result in found.items():
+        assert result["reasons"] == [], name
+        assert result["ptx"][".target sm_100a"] and result["ptx"]["tcgen05.mma"], name
 
 
 def test_compiles_for_sm103a(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def load() -> Any:
 
 
 CASES: dict[str, dict[str, Any]] = load().CASES
-USUAL = [name for name, case in CASES.items() if not {"extras", "major", "deterministic"} & set(case)]
+USUAL = [name for name, case in CASES.items() if not {"extras", "major", "deterministic", "variant"} & set(case)]
 UNUSUAL = [name for name in CASES if name not in USUAL]
 
 

@@ -22,7 +22,7 @@ from opfuse.graph_ops.ir.layouts import GluLayout
 from opfuse.graph_ops.planner import make_plan
 from opfuse.kernels import addresses
 from opfuse.kernels.arch import ARCHES
-from opfuse.kernels.cudnn import grouped_dglu, support
+from opfuse.kernels.cudnn import grouped_dglu, knobs, support
 from opfuse.kernels.cudnn.operands import torch_type
 from opfuse.kernels.problem import Problem
 from opfuse.kernels.reference import evaluate_graph
@@ -275,9 +275,11 @@ SPECIALISING: tuple[dict[str, Any], ...] = (
 def test_one_compilation_serves_every_row_count(emulated: list[Equations], make_problem) -> None:
     """Configurations that differ compile apart; M and the role of prob do not matter to what is compiled."""
     first = grouped_dglu.build(make_problem(), "cpu")
+    others = [grouped_dglu.build(make_problem(), "cpu", k.name) for k in knobs.BF16]
+    assert len(emulated) == 1 + len(others)
     grouped_dglu.build(make_problem(rows=512, roles=("prob",)), "cpu")
-    assert len(emulated) == 1
-    changed: set[str] = set()
+    assert len(emulated) == 1 + len(others)
+    changed = {"knobs"} if all(k.configuration.knobs is not None for k in others) else set()
     for change in SPECIALISING:
         before = len(emulated)
         kernel = grouped_dglu.build(make_problem(**change), "cpu")
