@@ -15,7 +15,7 @@ from .ir.errors import GraphNotSupportedError
 
 PACKAGES = (
     "opfuse", "torch", "networkx", "numpy", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend", "apache-tvm-ffi",
-    "cuda-python", "filelock", "platformdirs",
+    "cuda-python", "cuda-bindings", "filelock", "platformdirs",
 )  # fmt: skip
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUDNN_FRONTEND_LOG_FILE",
