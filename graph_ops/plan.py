@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..fusion_rules.verdict import FusedMatch, FusionReport, Verdict
+from ..fusion_rules.verdict import FusedMatch, FusionReport
 from ..kernels.condition import Reason
 from ..kernels.cost import Estimate
 from ..kernels.problem import ROLES
@@ -100,10 +100,6 @@ class Plan:
         """Every reason for which a node stays unfused."""
         left = {n for s in self.unfused_steps for n in s.nodes}
         return tuple(r for v in self.report.verdicts if left & {v.anchor, *v.nodes} for r in v.reasons)
-
-    def verdicts_at(self, node: int) -> tuple[Verdict, ...]:
-        """The verdicts of every rule that was anchored at, or reached, `node`."""
-        return tuple(v for v in self.report.verdicts if node == v.anchor or node in v.nodes)
 
 
 __all__ = ["UNFUSED", "Estimate", "Plan", "Step"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .arch import Arch, ArchRange
@@ -75,6 +76,7 @@ class KernelEntry:
 
 
 _CUDNN_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "cuda-python")
+_cudnn_entry = partial(KernelEntry, evidence="compiled", requires_packages=_CUDNN_PACKAGES)
 
 KERNELS: tuple[KernelEntry, ...] = (
     KernelEntry(
@@ -91,114 +93,93 @@ KERNELS: tuple[KernelEntry, ...] = (
         variants=hopper_support.variants,
         zeroes_rows=True,
     ),
-    KernelEntry(
+    _cudnn_entry(
         id="cudnn.grouped_gemm_dglu.bf16",
         rule="grouped_gemm_dglu",
         doc="cudnn-frontend's BF16 grouped GEMM + dGLU: dense or discrete weights, swiglu or geglu, dprob, dbias",
         arches=cudnn_support.ARCHES,
         conditions=cudnn_support.BF16_DGLU,
         module=f"{__package__}.cudnn.grouped_dglu",
-        evidence="compiled",
-        requires_packages=_CUDNN_PACKAGES,
         deterministic=False,
         launches=cudnn_support.launches,
         variants=cudnn_knobs.variants(cudnn_knobs.BF16),
     ),
-    KernelEntry(
+    _cudnn_entry(
         id="cudnn.grouped_gemm_dglu.block_scaled",
         rule="grouped_gemm_dglu",
         doc="cudnn-frontend's block-scaled grouped GEMM + dGLU: MXFP8 to codes, FP4 to floats, dprob, dbias, amax",
         arches=cudnn_block_scaled.ARCHES,
         conditions=cudnn_block_scaled.DGLU,
         module=f"{__package__}.cudnn.block_scaled_dglu",
-        evidence="compiled",
-        requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
         variants=cudnn_knobs.variants(cudnn_knobs.BLOCK_SCALED),
     ),
-    KernelEntry(
+    _cudnn_entry(
         id="cudnn.grouped_gemm_glu.bf16",
         rule="grouped_gemm_glu",
         doc="cudnn-frontend's BF16 grouped GEMM + GLU: dense or discrete weights, swiglu or fixed geglu, bias, C",
         arches=cudnn_support.ARCHES,
         conditions=cudnn_forward.BF16_GLU,
         module=f"{__package__}.cudnn.grouped_glu",
-        evidence="compiled",
-        requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
         variants=cudnn_knobs.variants(cudnn_knobs.BF16),
     ),
-    KernelEntry(
+    _cudnn_entry(
         id="cudnn.grouped_gemm_glu.block_scaled",
         rule="grouped_gemm_glu",
         doc="cudnn-frontend's block-scaled grouped GEMM + GLU: every activation, bias, C, amax, MXFP8 codes",
         arches=cudnn_block_scaled.ARCHES,
         conditions=cudnn_forward.BLOCK_SCALED_GLU,
         module=f"{__package__}.cudnn.block_scaled_glu",
-        evidence="compiled",
-        requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
         variants=cudnn_knobs.variants(cudnn_knobs.BLOCK_SCALED),
     ),
-    KernelEntry(
+    _cudnn_entry(
         id="cudnn.discrete_grouped_gemm_swiglu",
         rule="grouped_gemm_glu",
         doc="cudnn-frontend's discrete grouped GEMM + SwiGLU: block-scaled, weights by address, swiglu or geglu",
         arches=cudnn_block_scaled.DISCRETE_ARCHES,
         conditions=cudnn_forward.DISCRETE_GLU,
         module=f"{__package__}.cudnn.discrete_swiglu",
-        evidence="compiled",
-        requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
         variants=cudnn_knobs.variants(cudnn_knobs.BLOCK_SCALED),
     ),
-    KernelEntry(
+    _cudnn_entry(
         id="cudnn.grouped_gemm_quant.block_scaled",
         rule="grouped_gemm_quant",
         doc="cudnn-frontend's grouped GEMM + quantize: MXFP8 to MXFP8 codes along rows and columns, bias, prob, amax",
         arches=cudnn_block_scaled.ARCHES,
         conditions=cudnn_forward.QUANT,
         module=f"{__package__}.cudnn.grouped_quant",
-        evidence="compiled",
-        requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_block_scaled.launches,
         variants=cudnn_knobs.variants(cudnn_knobs.BLOCK_SCALED),
     ),
-    KernelEntry(
+    _cudnn_entry(
         id="cudnn.grouped_gemm_wgrad.bf16",
         rule="grouped_gemm_wgrad",
         doc="cudnn-frontend's BF16 grouped weight gradient",
         arches=cudnn_support.ARCHES,
         conditions=cudnn_forward.BF16_WGRAD,
         module=f"{__package__}.cudnn.grouped_wgrad",
-        evidence="compiled",
-        requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_forward.wgrad_launches,
         variants=cudnn_knobs.variants(cudnn_knobs.WGRAD),
     ),
-    KernelEntry(
+    _cudnn_entry(
         id="cudnn.grouped_gemm_wgrad.block_scaled",
         rule="grouped_gemm_wgrad",
         doc="cudnn-frontend's block-scaled grouped weight gradient: MXFP8 operands with scales along the rows",
         arches=cudnn_block_scaled.ARCHES,
         conditions=cudnn_forward.BLOCK_SCALED_WGRAD,
         module=f"{__package__}.cudnn.grouped_wgrad",
-        evidence="compiled",
-        requires_packages=_CUDNN_PACKAGES,
         deterministic=True,
         launches=cudnn_forward.wgrad_launches,
         variants=cudnn_knobs.variants(cudnn_knobs.WGRAD),
     ),
 )
 """Every fused kernel that exists, in order of preference among equals."""
-
-
-def kernels_for(rule: str) -> tuple[KernelEntry, ...]:
-    """The kernels that serve `rule`."""
-    return tuple(k for k in KERNELS if k.rule == rule)

@@ -13,7 +13,6 @@ from .layouts import GluLayout, ScaleLayout
 from .tensor import TensorSpec
 
 INDEX_TYPES = (DataType.INT32, DataType.INT64)
-ANY_VALUE = FLOATING_TYPES
 
 
 @dataclass(frozen=True)
@@ -142,6 +141,6 @@ def one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
 BOOLEAN: tuple[Callable[[Any], bool], str] = ((lambda v: isinstance(v, bool)), "True or False")
 
 __all__ = [
-    "ANY_VALUE", "BOOLEAN", "CODE_TYPES", "FLOATING_TYPES", "INDEX_TYPES", "Attribute", "Infer", "InferenceInput",
+    "BOOLEAN", "CODE_TYPES", "FLOATING_TYPES", "INDEX_TYPES", "Attribute", "Infer", "InferenceInput",
     "Inferred", "OpSpec", "Port", "one_of", "require", "require_equal", "require_rank",
 ]  # fmt: skip

@@ -63,9 +63,9 @@ def problem(*, act="swiglu", dbias=False, discrete=False, major="k", activation=
 def build(name: str) -> dict:
     """Compiles one case and reports the reasons against it, the time and the workspace of 768 rows."""
     from opfuse.kernels.arch import ARCHES
-    from opfuse.kernels.registry import kernels_for
+    from opfuse.kernels.registry import KERNELS
 
-    entry = next(k for k in kernels_for("grouped_gemm_dglu") if k.id == "cudnn.grouped_gemm_dglu.bf16")
+    entry = next(k for k in KERNELS if k.id == "cudnn.grouped_gemm_dglu.bf16")
     case = dict(CASES[name])
     variant = case.pop("variant", None)
     asked, start = problem(**case), time.perf_counter()
