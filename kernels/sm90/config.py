@@ -6,6 +6,7 @@ Imports neither torch nor the DSL: host, tuner, rules and tests all ask here.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 SMEM_LIMIT = 227 * 1024  # bytes one CTA may use on sm_90
 BARRIER_BYTES = 1024  # mbarriers, tile records and their alignment
@@ -136,12 +137,13 @@ def _schedule_reasons(s: Schedule) -> list[str]:
     return out
 
 
-def scratch_tensors(config: DgluConfig, L, M, N) -> list[tuple[str, object, object]]:
+def scratch_tensors(config: DgluConfig, L: Any, M: Any, N: Any) -> list[tuple[str, Any, Any]]:
     """32-bit tensors that a launch keeps in its workspace: (name, rows, columns), in order. Works on any integer type.
 
     descriptors: a TMA descriptor per expert. dprob, dbias, amax: float32 partials, see `finishes`.
     """
-    s, out = config.schedule, []
+    s = config.schedule
+    out: list[tuple[str, Any, Any]] = []
     if config.discrete_b:
         out.append(("descriptors", L, 32))
     # Every expert may end in a cluster tile of its own, whatever the offsets are.

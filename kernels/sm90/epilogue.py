@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -41,7 +43,7 @@ class Epilogue:
         self.rolled = rolls(config)
         self.loads_c, self.stores_d = config.c_dtype != "fp32", config.d_dtype in ("bf16", "fp16")
         self.quantizes = config.q_row_dtype is not None or config.q_col_dtype is not None
-        self.quantizer = Quantizer(config, columns, rows, self.lane, *quantized) if self.quantizes else None
+        self.quantizer: Any = Quantizer(config, columns, rows, self.lane, *quantized) if self.quantizes else None
         # Rows whose values must not reach a sum over rows: those past the expert's end.
         self.masks_rows = config.dbias_dtype is not None or config.has_amax
         # Whether an element's own row and column matter, beyond its place in the chunk.
@@ -49,11 +51,11 @@ class Epilogue:
             config.c_dtype, config.d_dtype
         )  # fmt: skip
         blocks = self.schedule.m_blocks
-        self.row_prob = cute.make_rmem_tensor((2 * blocks,), Float32) if config.has_prob else None
-        self.row_sum = cute.make_rmem_tensor((2 * blocks,), Float32) if config.has_dprob else None
+        self.row_prob: Any = cute.make_rmem_tensor((2 * blocks,), Float32) if config.has_prob else None
+        self.row_sum: Any = cute.make_rmem_tensor((2 * blocks,), Float32) if config.has_dprob else None
         self.scale = cute.make_rmem_tensor((2,), Float32)  # alpha**e, beta
-        self.column_sum = cute.make_rmem_tensor((16,), Float32) if config.dbias_dtype else None
-        self.peak = cute.make_rmem_tensor((2,), Float32) if config.has_amax else None
+        self.column_sum: Any = cute.make_rmem_tensor((16,), Float32) if config.dbias_dtype else None
+        self.peak: Any = cute.make_rmem_tensor((2,), Float32) if config.has_amax else None
 
     # The object is constant: the DSL may carry it through loops as nothing.
     def __extract_mlir_values__(self):
@@ -186,7 +188,7 @@ class Epilogue:
         """16 compact columns of one chunk: gradient words in the ring's order; fills `values` for the quantizer."""
         config = self.config
         dgate_words, dup_words = [], []
-        lane = p.fresh_lane() if self.needs_rows else None
+        lane = p.fresh_lane() if self.needs_rows else 0
         per_block = 16 if self.rolled else self.schedule.tile_n // 2
         for j in range(2):
             for r in range(2):

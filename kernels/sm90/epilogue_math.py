@@ -1,7 +1,8 @@
 """The GLU's backward for one element: device functions beside the plain formulas they implement.
 
 A device function takes float32 scalars and returns (dgate, dup, dprob term, activation); `reference` states the same
-in numpy float64. r is the matmul's result after alpha, gate and up are after beta.
+in numpy float64. r is the matmul's result after alpha, gate and up are after beta. NaN and infinity go where they go in
+`kernels/reference`: minimum and maximum of a NaN are NaN.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def _geglu(r, gate, up, prob, act: Activation, m):
     q = r * a
     rp = r if prob is None else r * prob
     dup = q if prob is None else q * prob
-    dgate = m.zero_unless(gate <= act.clamp_max, rp * y2 * slope)
-    dup = m.zero_unless(m.both(up >= act.clamp_min, up <= act.clamp_max), dup)
-    return dgate, dup, q * y2, a * y2
+    # Factors, not choices: a NaN from elsewhere must show in the gradient whatever the clamp does.
+    gate_kept = m.indicator(gate <= act.clamp_max)
+    up_kept = m.indicator(m.both(up >= act.clamp_min, up <= act.clamp_max))
+    return rp * y2 * (slope * gate_kept), dup * up_kept, q * y2, a * y2
 
 
 def _situglu(r, gate, up, prob, act: Activation, m):
@@ -54,15 +56,15 @@ class DeviceMath:
 
     def __init__(self) -> None:
         import cutlass
-        import cutlass.cute as cute
 
         from . import primitives as p
 
         self.sigmoid, self.tanh = p.sigmoid, p.tanh
         self.fma = lambda a, b, c: p.fma(a, b, c)
-        self.minimum = lambda a, b: cute.arch.fmin(a, cutlass.Float32(b))
-        self.maximum = lambda a, b: cute.arch.fmax(a, cutlass.Float32(b))
+        self.minimum = lambda a, b: p.min_nan(a, cutlass.Float32(b))
+        self.maximum = lambda a, b: p.max_nan(a, cutlass.Float32(b))
         self.zero_unless = lambda keep, value: p.select(keep, value, cutlass.Float32(0.0))
+        self.indicator = lambda holds: p.select(holds, cutlass.Float32(1.0), cutlass.Float32(0.0))
         self.both = lambda a, b: a & b
         self.one = cutlass.Float32(1.0)
 
@@ -77,6 +79,7 @@ class NumpyMath:
         self.tanh, self.minimum, self.maximum = np.tanh, np.minimum, np.maximum
         self.fma = lambda a, b, c: a * b + c
         self.zero_unless = lambda keep, value: np.where(keep, value, 0.0)
+        self.indicator = lambda holds: np.where(holds, 1.0, 0.0)
         self.both = lambda a, b: a & b
         self.one = 1.0
 

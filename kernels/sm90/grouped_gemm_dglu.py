@@ -110,7 +110,7 @@ class GroupedGemmDglu:
             b: cute.struct.Align[cute.struct.MemRange[make.dtype, cute.cosize(smem_b)], 1024]
             c: cute.struct.Align[cute.struct.MemRange[make.ring_dtype, cute.cosize(smem_c)], 1024]
 
-        used, modelled = Storage.size_in_bytes(), smem_bytes(self.config)
+        used, modelled = Storage.size_in_bytes(), smem_bytes(self.config)  # type: ignore[attr-defined]
         assert used <= modelled, f"{used} bytes of shared memory, {modelled} by config.smem_bytes"
         self.storage = Storage
         self.kernel(

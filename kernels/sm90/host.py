@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .config import DgluConfig, illegal, padded_bytes, scratch_tensors
 
@@ -54,7 +54,7 @@ def compile_dglu(config: DgluConfig) -> Callable:
     return compile_entry(config)
 
 
-def export_object(function: Callable) -> bytes:
+def export_object(function: Any) -> bytes:
     """A compiled function as the bytes of a relocatable object, for a cache on disk."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "dglu.o")
@@ -101,9 +101,10 @@ def _needs_workspace(config: DgluConfig) -> bool:
     return bool(scratch_tensors(config, 1, 1, 1))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor: torch.Tensor | None) -> torch.Tensor:
     import torch
 
+    assert tensor is not None, "the configuration asks for codes and scales"
     return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 
 

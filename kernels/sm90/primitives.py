@@ -154,6 +154,13 @@ def max_nan(a, b):
     )
 
 
+def min_nan(a, b):
+    """Minimum; the canonical NaN if either is one."""
+    return cute.arch.inline_ptx(
+        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
 def pack_fp8(low, high, dtype: str):
     """Two float32, rounded to nearest even and saturated, as 8-bit codes in the low 16 bits of a word."""
     return cute.arch.inline_ptx(

@@ -75,7 +75,7 @@ def store_peaks(peak: cute.Tensor, parts: cute.Tensor, slot: Int32, n_tile: Int3
     for side in cutlass.range_constexpr(2):
         value = peak[side]
         for step in cutlass.range_constexpr(5):
-            value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 1 << step))
+            value = p.max_nan(value, cute.arch.shuffle_sync_bfly(value, 1 << step))
         if cute.arch.lane_idx() == 0:
             parts[slot, (n_tile * warps + writer) * 2 + side] = value
 
@@ -196,14 +196,14 @@ class Finish:
         for i in cutlass.range(tiles):
             if self._written(offsets, expert, rows, i * self.parts_a_slot):
                 for j in cutlass.range((width - thread + FINISH_THREADS - 1) // FINISH_THREADS):
-                    peak = cute.arch.fmax(peak, parts[first // self.parts_a_slot + i, thread + j * FINISH_THREADS])
+                    peak = p.max_nan(peak, parts[first // self.parts_a_slot + i, thread + j * FINISH_THREADS])
         for step in cutlass.range_constexpr(1, 5):
-            peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1 << step))
+            peak = p.max_nan(peak, cute.arch.shuffle_sync_bfly(peak, 1 << step))
         table = cute.make_tensor(shared, cute.make_layout(FINISH_THREADS))
         if thread % 32 < 2:
             table[(thread // 32) * 2 + thread % 32] = peak
         cute.arch.sync_threads()
         if thread < 2:
             for w in cutlass.range_constexpr(FINISH_THREADS // 32):
-                peak = cute.arch.fmax(peak, table[w * 2 + thread])
+                peak = p.max_nan(peak, table[w * 2 + thread])
             amax[expert, thread] = peak

@@ -150,14 +150,10 @@ def test_c36_clamped_gradients_keep_equality() -> None:
     assert relative(got, want) <= 3e-3, f"seed {SEED}"
 
 
-DROPPED = pytest.mark.xfail(reason="the kernel's minimum and maximum take the number where the other one is NaN")
-
-
 @pytest.mark.parametrize(
     ("act", "output"),
-    [("swiglu", "d"), ("situglu", "d"), pytest.param("geglu", "d", marks=DROPPED), ("swiglu", "dbias"),
-     pytest.param("swiglu", "amax", marks=DROPPED)],
-)  # fmt: skip
+    [("swiglu", "d"), ("situglu", "d"), ("geglu", "d"), ("swiglu", "dbias"), ("swiglu", "amax")],
+)
 def test_a_nan_in_the_pre_activation_shows(act: str, output: str) -> None:
     """It reaches what the unfused plan has it reach: a run that diverges is seen."""
     case = ACTIVATIONS[act]
