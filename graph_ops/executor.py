@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,11 +63,25 @@ class UnfusedStep:
     attributes: Mapping[str, Any]
     specs: Mapping[str, TensorSpec]
 
+    @property
+    def makes(self) -> int | None:
+        """The uid of the output that torch may allocate itself."""
+        return self.outputs[0][1] if self.op in torch_ops.MAKE else None
+
+    def _given(self, buffers: Mapping[int, Any]) -> dict[str, Any]:
+        return {**{port: buffers[uid] for port, uid in self.inputs}, **self.scalars}
+
     def run(self, buffers: Mapping[int, Any], scratch: torch.Tensor | None, bindings: Mapping[str, int]) -> None:
-        inputs: dict[str, Any] = {port: buffers[uid] for port, uid in self.inputs}
-        inputs.update(self.scalars)
         outputs = {port: buffers[uid] for port, uid in self.outputs}
-        torch_ops.run(self.op, inputs, outputs, self.attributes, self.specs)
+        torch_ops.run(self.op, self._given(buffers), outputs, self.attributes, self.specs)
+
+    def make(self, buffers: Mapping[int, Any], bindings: Mapping[str, int]) -> torch.Tensor | None:
+        """Its output in a tensor that torch allocated, of the declared strides; None where `run` is left to do."""
+        spec = self.specs[self.outputs[0][0]]
+        made = torch_ops.make(self.op, self._given(buffers), torch_dtype(spec.data_type), self.attributes, self.specs)
+        if made is None or made.stride() == storage_stride(spec, bindings):
+            return made
+        return allocate(spec, bindings, made.device, zeroed=False).copy_(made)
 
 
 @dataclass(frozen=True)
@@ -148,7 +163,8 @@ class Placement:
 class Executable:
     """A plan built for a device.
 
-    Its only state is a bounded cache of placements by symbol values: numbers, never buffers.
+    `makers` has, by its place, each step whose output is the graph's and may be torch's own tensor. Its only state is a
+    bounded cache of placements by symbol values: numbers, never buffers.
     """
 
     CACHE_LIMIT = 256
@@ -160,7 +176,13 @@ class Executable:
     partly_written: frozenset[int]
     symbols: tuple[str, ...]
     not_capturable: tuple[str, ...]
+    makers: Mapping[int, TensorSpec]
     _placements: dict[tuple[int, ...], Placement] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def made(self) -> frozenset[int]:
+        """The outputs that need no buffer when `launch` is called."""
+        return frozenset(spec.uid for spec in self.makers.values())
 
     def workspace_bytes(self, bindings: Mapping[str, int]) -> int:
         """Bytes of workspace for these symbol values: virtual tensors, then the largest scratch of a fused kernel."""
@@ -174,19 +196,23 @@ class Executable:
         """`launch` of a checked variant pack."""
         self.launch(bound.buffers, bound.bindings, workspace)
 
-    def launch(self, given: Mapping[int, Any], bindings: Mapping[str, int], workspace: torch.Tensor | None) -> None:
+    def launch(
+        self, given: Mapping[int, Any], bindings: Mapping[str, int], workspace: torch.Tensor | None
+    ) -> Mapping[int, Any]:
         """Runs every step on torch's current stream. Buffers and workspace have passed every check.
 
+        Outputs among `made` may be missing from `given`: the steps that write them allocate them. Returns every buffer.
         Raises StateError("NOT_CAPTURABLE") before anything is launched, where a CUDA graph is being captured and a step
         cannot be part of one.
         """
         if torch.is_grad_enabled() or not self._is_current():
             with torch.no_grad(), self._current_device():
-                self._launch(given, bindings, workspace)
-        else:
-            self._launch(given, bindings, workspace)
+                return self._launch(given, bindings, workspace)
+        return self._launch(given, bindings, workspace)
 
-    def _launch(self, given: Mapping[int, Any], bindings: Mapping[str, int], workspace: torch.Tensor | None) -> None:
+    def _launch(
+        self, given: Mapping[int, Any], bindings: Mapping[str, int], workspace: torch.Tensor | None
+    ) -> Mapping[int, Any]:
         if self.not_capturable and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise StateError(
                 "NOT_CAPTURABLE",
@@ -195,7 +221,7 @@ class Executable:
                 required="steps that run without the host",
                 hint="explain() lists them; run outside capture",
             )
-        buffers: Mapping[int, Any] = given
+        buffers = dict(given)
         placement = self.placement(bindings)
         scratch = None
         if placement.views or placement.nbytes:
@@ -205,19 +231,23 @@ class Executable:
                 memory = workspace
             else:
                 memory = workspace.view(-1).view(torch.uint8)
-            if placement.views:
-                held: dict[int, Any] = dict(given)
-                for uid, start, end, dtype, shape, stride in placement.views:
-                    held[uid] = memory[start:end].view(dtype).as_strided(shape, stride)
-                buffers = held
+            for uid, start, end, dtype, shape, stride in placement.views:
+                buffers[uid] = memory[start:end].view(dtype).as_strided(shape, stride)
             first, last = placement.scratch
             scratch = memory[first:last] if last > first else None
         for place, step in enumerate(self.steps):
             if place in placement.idle:
                 assert isinstance(step, FusedStep)
                 step.skip(buffers)
+            elif place in self.makers and (spec := self.makers[place]).uid not in buffers:
+                assert isinstance(step, UnfusedStep)
+                made = step.make(buffers, bindings)
+                buffers[spec.uid] = self.allocate_output(spec, bindings) if made is None else made
+                if made is None:
+                    step.run(buffers, scratch, bindings)
             else:
                 step.run(buffers, scratch, bindings)
+        return buffers
 
     def placement(self, bindings: Mapping[str, int]) -> Placement:
         """The layout of the workspace at these symbol values."""
@@ -261,6 +291,16 @@ def compile_plan(plan: Plan, device: torch.device, *, kernels: Sequence[KernelEn
         uid: plan.graph.tensors[uid] for step in plan.steps for uid in step.writes if plan.graph.tensors[uid].is_virtual
     }
     zeroed = {uid for step in steps if isinstance(step, FusedStep) for uid in step.zeroed}
+    outputs = {
+        uid: spec for uid, spec in plan.graph.tensors.items()
+        if spec.is_output and spec.alignment <= WORKSPACE_ALIGNMENT[device.type]
+    }  # fmt: skip
+    makers = {
+        place: outputs[step.makes] for place, step in enumerate(steps)
+        if isinstance(step, UnfusedStep) and step.makes in outputs
+    }  # fmt: skip
+    if makers:
+        torch_ops.prepare(device)
     partly_written = {uid for step in plan.fused_steps for uid in _partly_written(step, entries[step.kernel])}
     return Executable(
         plan=plan,
@@ -270,6 +310,7 @@ def compile_plan(plan: Plan, device: torch.device, *, kernels: Sequence[KernelEn
         partly_written=frozenset(partly_written - zeroed),
         symbols=tuple(s.name for s in plan.graph.symbols),
         not_capturable=tuple(f"{s.kernel}: {s.capture_reason}" for s in plan.steps if not s.capturable),
+        makers=makers,
     )
 
 

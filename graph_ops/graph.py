@@ -254,18 +254,15 @@ class Graph(GraphBuilder):
         plans, binder = self._ensure_built()
         index, bindings, buffers = plans.accept(binder, variant_pack, None, outputs_required=False)
         executable = plans.executable(index)
-        outputs: dict[int, torch.Tensor] = {}
-        for spec in binder.outputs:
-            held = buffers.get(spec.uid)
-            if held is None:
-                held = executable.allocate_output(spec, bindings)
-            assert isinstance(held, torch.Tensor)
-            outputs[spec.uid] = held
+        made = {
+            spec.uid: executable.allocate_output(spec, bindings)
+            for spec in binder.outputs if spec.uid not in buffers and spec.uid not in executable.made
+        }  # fmt: skip
         nbytes = executable.workspace_bytes(bindings)
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=binder.device) if nbytes else None
-        executable.launch({**buffers, **outputs}, bindings, workspace)
+        done = executable.launch({**buffers, **made}, bindings, workspace)
         execute_log.debug("%s: ran plan %s with %s", self.name, executable.plan.name, bindings)
-        return Outputs(outputs, binder.output_names)
+        return Outputs({spec.uid: done[spec.uid] for spec in binder.outputs}, binder.output_names)
 
     # ------------------------------------------------------------------ plans: listing and selection
 

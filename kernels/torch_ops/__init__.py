@@ -14,7 +14,8 @@ import torch
 from ...graph_ops.ir.tensor import TensorSpec
 from ..capture import not_capturable
 from . import glu, groups, matmul, pointwise, quantize
-from .matmul import grouped_mm_obstacles, serves_grouped_mm
+from .matmul import MAKE, grouped_mm_obstacles, serves_grouped_mm
+from .uncovered import prepare
 
 Run = Callable[[Mapping[str, Any], Mapping[str, torch.Tensor], Mapping[str, Any], Mapping[str, TensorSpec]], None]
 
@@ -42,4 +43,19 @@ def run(
         RUN[op](inputs, outputs, attributes, specs)
 
 
-__all__ = ["RUN", "grouped_mm_obstacles", "not_capturable", "run", "serves_grouped_mm"]
+def make(
+    op: str,
+    inputs: Mapping[str, Any],
+    out_type: torch.dtype,
+    attributes: Mapping[str, Any],
+    specs: Mapping[str, TensorSpec],
+) -> torch.Tensor | None:
+    """The output of an op of `MAKE`, in a tensor that torch allocates; None where `run` has to write into one.
+
+    Arguments as of `run`. Shape and values as there; strides are torch's choice.
+    """
+    with torch.no_grad():
+        return MAKE[op](inputs, out_type, attributes, specs)
+
+
+__all__ = ["MAKE", "RUN", "grouped_mm_obstacles", "make", "not_capturable", "prepare", "run", "serves_grouped_mm"]

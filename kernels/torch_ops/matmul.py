@@ -1,7 +1,8 @@
 """Grouped matmuls with cuBLAS and torch.
 
 Three ways, all accumulating in float32 and rounding once:
-- torch's grouped_mm on CUDA, where `serves_grouped_mm` holds and nothing comes between accumulator and rounding;
+- torch's grouped_mm on CUDA, where `serves_grouped_mm` holds and nothing comes between accumulator and rounding. It
+  allocates its result, so that `MAKE` hands that over where the caller has no buffer of its own: no copy;
 - on CUDA otherwise, one batched matmul over tiles of rows (rows.py): at most about twice the rows and the weights,
   but no offset is read on the host, and a FLOAT result is the accumulator itself;
 - on the CPU, one matmul per expert.
@@ -20,6 +21,7 @@ from ...graph_ops.ir.errors import GraphNotSupportedError
 from ...graph_ops.ir.tensor import TensorSpec
 from .precision import exact_float32
 from .rows import Tiles, bounds, counts, make_tiles, outside, owner
+from .uncovered import zero_empty_experts, zero_rows
 
 Inputs = Mapping[str, Any]
 Outputs = Mapping[str, torch.Tensor]
@@ -136,6 +138,20 @@ def grouped_matmul(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, An
         y.copy_(grouped_matmul_float32(a, b, offsets, inputs, attributes["alpha_exponent"]))
 
 
+def make_grouped_matmul(inputs: Inputs, out_type: torch.dtype, attributes: Mapping[str, Any], specs: Specs
+                        ) -> torch.Tensor | None:  # fmt: skip
+    """What `grouped_matmul` computes, in a tensor that torch allocated; None where its grouped_mm does not serve."""
+    a, b, offsets = inputs["a"], inputs["b"], inputs["offsets"]
+    if {"alpha", "bias"} & set(inputs) or specs["b"].discrete:
+        return None
+    if not serves_grouped_mm([a], b, out_type, _capability(a)):
+        return None
+    offsets = offsets.to(torch.int32)
+    y = _grouped_mm(a, b, offsets)
+    zero_rows(y, offsets)
+    return y
+
+
 def grouped_matmul_float32(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, inputs: Inputs, exponent: int
 ) -> torch.Tensor:
@@ -186,6 +202,18 @@ def grouped_matmul_wgrad(inputs: Inputs, outputs: Outputs, attributes: Mapping[s
         tiles = make_tiles(offsets, a.shape[0], tile_height(a.shape[0], offsets.shape[0]))
         total = tiled_wgrad(a, dy, tiles)
         dw.copy_(total.add_(dw) if accumulate else total)
+
+
+def make_grouped_matmul_wgrad(inputs: Inputs, out_type: torch.dtype, attributes: Mapping[str, Any], specs: Specs
+                              ) -> torch.Tensor | None:  # fmt: skip
+    """What `grouped_matmul_wgrad` computes, in a tensor that torch allocated; None as `make_grouped_matmul`."""
+    a, dy, offsets = inputs["a"], inputs["dy"], inputs["offsets"]
+    if attributes["accumulate"] or not len(offsets) or not serves_grouped_mm([a, dy], None, out_type, _capability(a)):
+        return None
+    offsets = offsets.to(torch.int32)
+    dw = _grouped_mm(a.t(), dy, offsets)
+    zero_empty_experts(dw, offsets)
+    return dw
 
 
 def _wgrad_each(a: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, dw: torch.Tensor, accumulate: bool) -> None:
@@ -254,3 +282,5 @@ def matrices(
 
 
 RUN = {"grouped_matmul": grouped_matmul, "grouped_matmul_wgrad": grouped_matmul_wgrad}
+MAKE = {"grouped_matmul": make_grouped_matmul, "grouped_matmul_wgrad": make_grouped_matmul_wgrad}
+"""Ops of one output that torch may allocate itself."""
