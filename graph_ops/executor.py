@@ -205,8 +205,9 @@ class Executable:
         Raises StateError("NOT_CAPTURABLE") before anything is launched, where a CUDA graph is being captured and a step
         cannot be part of one.
         """
-        if torch.is_grad_enabled() or not self._is_current():
-            with torch.no_grad(), self._current_device():
+        kind = self.device.type
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(kind) or not self._is_current():
+            with torch.no_grad(), torch.autocast(kind, enabled=False), self._current_device():  # data types are declared
                 return self._launch(given, bindings, workspace)
         return self._launch(given, bindings, workspace)
 

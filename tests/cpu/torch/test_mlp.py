@@ -340,6 +340,19 @@ def test_a_second_derivative_is_refused(make_case):
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_autocast_changes_no_number(recipe, make_case):
+    """Nor any type: under autocast a matmul of float32 would round its operands."""
+    case = make_case([32, 0, 32])
+    dy, found = torch.randn_like(case.x), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = grouped_mlp(case.x, case.counts, case.w1, case.w2, case.prob, recipe=recipe, multiple_of=32)
+            found.append((y.detach(), *torch.autograd.grad(y, list(case.leaves.values()), dy)))
+    for one, other in zip(*found):
+        assert torch.equal(one, other)
+
+
 def test_strided_and_misaligned_operands_give_the_same(make_case, assert_close):
     case = make_case([5, 4])
     wanted = grouped_mlp(case.x, case.counts, case.w1, case.w2, case.prob).detach()
