@@ -1,4 +1,11 @@
-"""Puts the harness on the path, and writes the record of a run where OPFUSE_GPU_RECORD names a file."""
+"""Compiles the kernels of the collected tests before the first one runs, and writes the record of the run.
+
+A test module says what its tests launch: `kernels_of(item)` gives an item's configurations. They are compiled in
+parallel into the kernel cache that the library uses (OPFUSE_CACHE_DIR, or the user's cache folder), so that a second
+run compiles nothing. OPFUSE_RANDOM_CONFIGS is the number of random configurations, 200 unless it is set.
+
+OPFUSE_GPU_RECORD names a file for the record: versions, sha256 of the kernels' sources, counts, what was measured.
+"""
 
 from __future__ import annotations
 
@@ -8,41 +15,113 @@ import importlib.metadata
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+
 COUNTS: dict[str, int] = {}
+FILES: dict[str, int] = {}
+NOT_PASSED: dict[str, list[str]] = {}
+MEASURED: dict[str, Any] = {}
+BEGIN = time.monotonic()
 
 
 def source_sha256() -> str:
-    """sha256 of the kernel's sources, one after another in byte order of their paths."""
+    """sha256 of the kernels' sources, one after another in byte order of their paths."""
     digest = hashlib.sha256()
     for path in sorted((HERE.parents[1] / "kernels" / "sm90").glob("*.py"), key=lambda p: p.name.encode()):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def pytest_runtest_logreport(report) -> None:
+def kernels_of(items: list[pytest.Item]) -> list[Any]:
+    """The configurations that these tests launch, each once."""
+    found: dict[Any, None] = {}
+    for item in items:
+        declared = getattr(item.module, "kernels_of", None)  # type: ignore[attr-defined]
+        if declared is not None and not any(mark.name == "skip" for mark in item.iter_markers()):
+            found |= dict.fromkeys(declared(item))
+    return list(found)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels(request: pytest.FixtureRequest) -> None:
+    """Every kernel that the selected tests declare is in the cache."""
+    import torch
+
+    if not torch.cuda.is_available() or not (wanted := kernels_of(request.session.items)):
+        return
+    import parallel_build  # type: ignore[import-not-found]
+
+    built = parallel_build.fill(parallel_build.adapter(wanted[0]).kernel_cache().folder, wanted)
+    MEASURED["kernels"] = {"found": built.found, "compiled": built.compiled, "failed": len(built.failed),
+                           "seconds": round(built.seconds, 1), "processes": built.processes}  # fmt: skip
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"\n{built}")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of a module that declares its kernels leaves the device in order, and compiles none but those."""
+    if not hasattr(request.module, "kernels_of"):
+        yield
+        return
+    import torch
+    from opfuse.kernels.hopper import grouped_dglu
+
+    cache = grouped_dglu.kernel_cache()
+    before = cache.compiles
+    yield
+    torch.cuda.synchronize()
+    unforeseen = cache.compiles - before
+    assert unforeseen == 0, f"{unforeseen} kernels were compiled that kernels_of({request.node.name}) does not give"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
-        COUNTS[report.outcome] = COUNTS.get(report.outcome, 0) + 1
+        outcome = ("xfailed" if report.skipped else "xpassed") if hasattr(report, "wasxfail") else report.outcome
+        COUNTS[outcome] = COUNTS.get(outcome, 0) + 1
+        if outcome == "passed":
+            name = Path(report.nodeid.partition("::")[0]).name
+            FILES[name] = FILES.get(name, 0) + 1
+        else:
+            NOT_PASSED.setdefault(outcome, []).append(report.nodeid.rpartition("/")[2])
+        MEASURED.update(report.user_properties)
 
 
-def pytest_sessionfinish(session, exitstatus) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     target = os.environ.get("OPFUSE_GPU_RECORD")
     if not target:
         return
     import torch
 
-    versions = {"torch": str(torch.__version__)}
-    for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+    versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
+    for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings"):
         versions[name] = importlib.metadata.version(name)
-    record = {
+    on_gpu = torch.cuda.is_available()
+    record: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "versions": versions,
         "source": source_sha256(),
         "exit": int(exitstatus),
+        "seconds": round(time.monotonic() - BEGIN, 1),
         "counts": COUNTS,
+        "random_configurations": sum("random_configuration" in item.name for item in session.items),
+        "passed_by_file": FILES,
+        "not_passed": NOT_PASSED,
+        "measured": MEASURED,
     }
-    Path(target).write_text(json.dumps(record, indent=1) + "\n")
+    path = Path(target)
+    if path.exists():  # the sanitizer's part, if it ran on the same sources
+        before = json.loads(path.read_text())
+        if before.get("source") == record["source"] and "sanitizer" in before:
+            record["sanitizer"] = before["sanitizer"]
+    path.write_text(json.dumps(record, indent=1) + "\n")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,7 +172,8 @@ def written(case: Case) -> list[str]:
 
 
 def operands(case: Case, seed: int) -> dict[str, Any]:
-    """Unit-scale inputs on the device; factors that show when they are left out or applied twice."""
+    """Unit-scale inputs on the device, NaN in rows past the last group; factors that show when they are left out or
+    applied twice."""
     sizes, tail = case.splits
     experts, rows = len(sizes), sum(sizes) + tail
     g = torch.Generator().manual_seed(seed)
@@ -197,6 +194,8 @@ def operands(case: Case, seed: int) -> dict[str, Any]:
     }
     vectors = {"alpha": (experts, FACTORS), "beta": (experts, FACTORS), "prob": (rows, (*FACTORS, 0.0))}
     made |= {role: pick(*vectors[role]) for role in case.given}
+    for role in {"a", "c", "prob"} & set(made) if tail else ():
+        made[role][-tail:] = float("nan")
     return made
 
 
@@ -465,34 +464,3 @@ def ready(case: Case) -> tuple[Graph, dict[str, Any], torch.Tensor | None]:
     nbytes = graph.get_workspace_size({"M": rows})
     workspace = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) if nbytes else None
     return graph, {**inputs, **poisoned(case, rows)}, workspace
-
-
-COMPILE = """
-import json, sys
-from pathlib import Path
-from opfuse.kernels.cache import KernelCache
-from opfuse.kernels.hopper import grouped_dglu
-from opfuse.kernels.sm90.config import Activation, DgluConfig, Schedule
-cache = KernelCache(Path(sys.argv[1]))
-for f in json.load(sys.stdin):
-    parts = {"act": Activation(**f["act"]), "schedule": Schedule(**f["schedule"])}
-    grouped_dglu.compiled(DgluConfig(**{**f, **parts}), cache)
-"""
-
-
-def fill(folder: Path, wanted: Sequence[Any]) -> None:
-    """Compiles configurations into the cache at `folder`, by as many processes as there are cores."""
-    count = max(1, min(len(wanted), os.cpu_count() or 1, 16))
-    workers = [
-        subprocess.Popen([sys.executable, "-c", COMPILE, str(folder)], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-                         text=True)
-        for _ in range(count)
-    ]  # fmt: skip
-    for i, worker in enumerate(workers):
-        assert worker.stdin is not None
-        worker.stdin.write(json.dumps([c.as_dict() for c in wanted[i::count]]))
-        worker.stdin.close()
-        worker.stdin = None
-    for worker in workers:
-        _, errors = worker.communicate(timeout=300)
-        assert worker.returncode == 0, errors[-3000:]

@@ -1,0 +1,96 @@
+"""Runs the Hopper dGLU kernel on a few small problems under compute-sanitizer, and adds the outcome to a record.
+
+    python tests/gpu/sanitize.py [--record tests/gpu/record.json] [--tools memcheck,racecheck]
+
+The problems are checked against float64 as well. Kernels come from the kernel cache, compiled before the sanitizer
+starts. Exits with 1 where a tool finds something or refuses the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import harness  # type: ignore[import-not-found]
+from opfuse.kernels.sm90 import tune
+from parallel_build import adapter, fill  # type: ignore[import-not-found]
+from sm90_cases import BASE, CASES, ROW_COL  # type: ignore[import-not-found]
+
+# Few tiles, so that a tool which follows every access of shared memory ends within seconds; groups that end inside
+# tiles, empty ones, and rows that no expert owns.
+PROBLEMS = {
+    "bf16": (CASES["base"], [0, 1, 300, 77], 70),
+    "row and column codes, dprob": (replace(ROW_COL, d_dtype=None, schedule=tune.P128), [128, 0, 256], 128),
+    "dbias and amax": (CASES["deterministic"], [130, 0, 65], 0),
+    "separate experts": (CASES["discrete"], [64, 0, 130], 0),
+    "cooperative": (replace(BASE, schedule=tune.C256), [200, 0, 130], 0),
+}
+K, N = 128, 160
+DONE = "every problem is right"
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.+)")
+
+
+def run_problems() -> None:
+    """Every problem once, in this process; raises AssertionError on a wrong number."""
+    for name, (config, sizes, tail) in PROBLEMS.items():
+        print(name, {k: f"{v:.1e}" for k, v in harness.check(config, sizes, K, N, tail).items()}, flush=True)
+    print(DONE, flush=True)
+
+
+def run_under(tool: str) -> tuple[str, bool]:
+    """(the tool's summary, whether it is clean) of one process that runs the problems.
+
+    Torch's own kernels are watched too; only what is said of ours counts, by the name that the DSL gives them.
+    """
+    command = ["compute-sanitizer", "--tool", tool, "--show-backtrace", "no", sys.executable, __file__, "--inside"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    found = SUMMARY.search(done.stdout)
+    if found is None or DONE not in done.stdout:
+        print(done.stdout[-6000:], done.stderr[-3000:], sep="\n", file=sys.stderr)
+        return f"did not finish, exit {done.returncode}", False
+    ours = [line for line in done.stdout.splitlines() if line.startswith("====") and "opfuse" in line]
+    if not found[1].startswith("0 "):
+        print("\n".join(ours[:40]) or done.stdout[-4000:], file=sys.stderr)
+        return f"{found[1]}; {f'{len(ours)} lines name' if ours else 'none in'} our kernels", not ours
+    return found[1], True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", type=Path, help="JSON record whose part `sanitizer` is written")
+    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--inside", action="store_true", help="run the problems in this process, without a tool")
+    args = parser.parse_args()
+    if args.inside:
+        run_problems()
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
+    configs = [config for config, _, _ in PROBLEMS.values()]
+    print(fill(adapter(configs[0]).kernel_cache().folder, configs))
+    outcome: dict[str, object] = {"problems": list(PROBLEMS)}
+    failed = False
+    for tool in args.tools.split(","):
+        begin = time.monotonic()
+        outcome[tool], clean = run_under(tool)
+        failed |= not clean
+        print(f"{tool}: {outcome[tool]}, {time.monotonic() - begin:.0f} s", flush=True)
+    if args.record:
+        from conftest import source_sha256  # type: ignore[import-not-found]
+
+        record = json.loads(args.record.read_text()) if args.record.exists() else {}
+        if record.get("source", source_sha256()) != source_sha256():
+            parser.error(f"{args.record} is of other sources: run the tests first")
+        args.record.write_text(json.dumps({**record, "source": source_sha256(), "sanitizer": outcome}, indent=1) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
