@@ -205,9 +205,11 @@ class Executable:
         Raises StateError("NOT_CAPTURABLE") before anything is launched, where a CUDA graph is being captured and a step
         cannot be part of one.
         """
-        kind = self.device.type
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(kind) or not self._is_current():
-            with torch.no_grad(), torch.autocast(kind, enabled=False), self._current_device():  # data types are declared
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):  # data types are declared
+                return self.launch(given, bindings, workspace)
+        if torch.is_grad_enabled() or not self._is_current():
+            with torch.no_grad(), self._current_device():
                 return self._launch(given, bindings, workspace)
         return self._launch(given, bindings, workspace)
 
