@@ -1,0 +1,76 @@
+"""What was measured and tested on a GPU is of the kernels as they are, and the GPU tests leave no option out."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from opfuse.kernels.sm90 import tune
+from opfuse.kernels.sm90.config import ACTIVATIONS, GLU_LAYOUTS, DgluConfig
+
+ROOT = Path(__file__).parents[3]
+RECORDS = ("tests/gpu/record.json", "samples/results/dglu_h200.json")
+
+
+def sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "kernels" / "sm90").glob("*.py"), key=lambda p: p.name.encode()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_record_is_of_these_sources(record: str) -> None:
+    """Fails from a change of a kernel until the GPU tests, the sanitizer and the benchmark have run again."""
+    content = json.loads((ROOT / record).read_text())
+    assert content["source"] == sources()
+    if "counts" in content:
+        assert content["exit"] == 0 and set(content["counts"]) <= {"passed", "skipped"}, content["not_passed"]
+        assert content["random_configurations"] == 200
+        assert all(content["sanitizer"][tool].startswith("0 ") for tool in ("memcheck", "racecheck"))
+    else:
+        assert len(content["rows"]) == 30 and all(r["fused_q"] for r in content["rows"])
+
+
+@pytest.fixture(scope="module")
+def cases() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("opfuse_sm90_cases", ROOT / "tests" / "gpu" / "sm90_cases.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "ab_dtype": ("bf16", "fp16"),
+    "b_major": ("k", "n"),
+    "glu_layout": GLU_LAYOUTS,
+    "act": ACTIVATIONS,
+    "c_dtype": ("bf16", "fp16", "fp32"),
+    "d_dtype": ("bf16", "fp16", "fp32", None),
+    "alpha_exponent": (1, 2),
+    "activation_dtype": ("bf16", "fp16", None),
+    "dbias_dtype": ("bf16", "fp32", None),
+    "q_row_dtype": ("e4m3", "e5m2", None),
+    "q_col_dtype": ("e4m3", "e5m2", None),
+    "schedule": tuple(tune.SHIPPED.values()),
+}
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(DgluConfig)])
+def test_gpu_cases_have_every_option(cases: Any, field: str) -> None:
+    """Each in a case of its own name, and among the 200 random configurations."""
+    wanted = set(OPTIONS.get(field, (False, True)))
+    for configs in (cases.CASES.values(), cases.RANDOM):
+        seen = {getattr(c, field) for c in configs}
+        assert wanted <= ({a.name for a in seen} if field == "act" else seen), field
+
+
+def test_200_random_configurations_differ(cases: Any) -> None:
+    assert len(set(cases.RANDOM)) == len(cases.RANDOM) == 200
