@@ -28,6 +28,10 @@ def backend(
 ) -> Callable[..., Any]:
     """Compiles what Dynamo captured: GLUs beside grouped matmuls, forward and backward, as operation graphs; the rest
     by Inductor or eager. `options`: see Options; `mode` is Inductor's. Raises GraphNotSupportedError.
+
+    Rounding is as torch.compile's own backend treats it: what is fused rounds what it stores, not what it keeps in
+    registers, unless `torch._inductor.config.emulate_precision_casts` (or `fuse_rounding=False`) asks for eager's
+    roundings; bf16 GLUs are then left alone. The importer says which roundings may go, `explain` which did.
     """
     return compile_with(Rewriter(Options.of(options)), gm, example_inputs, mode)
 
@@ -67,9 +71,10 @@ def compile_with(
     from torch._inductor.compile_fx import compile_fx
 
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
+    patches.update(rewriter.options.inductor)
     for name, own in (("joint_custom_pre_pass", OpfuseJointPass(rewriter=rewriter)),
                       ("post_grad_custom_pre_pass", OpfusePass(rewriter=rewriter))):  # fmt: skip
-        others = getattr(config, name)
+        others = patches.get(name, getattr(config, name))
         patches[name] = own if others is None else _Passes(others, own)
     found: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     return found  # type: ignore[no-any-return]
@@ -109,7 +114,8 @@ class OpfusePass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Changes with the options, with what the device is, and with any source that decides what fuses."""
-        return (source_hash(), repr(self._rewriter.options), _here())
+        options = self._rewriter.options
+        return (source_hash(), repr(options), options.fuses_rounding, _here())
 
 
 class OpfuseJointPass(OpfusePass):

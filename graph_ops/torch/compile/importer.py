@@ -1,9 +1,15 @@
 """A region of an FX graph (aten ops, after AOTAutograd) as an operation graph.
 
-Rounding. Eager PyTorch rounds every intermediate to its dtype, and so does the graph by default: a virtual tensor has
-the data type that aten gives it, and a rule that would not round there declines with that reason. `fuse_rounding`
-imports values that only pointwise ops and reductions of the region read as FLOAT instead, as Inductor's own fused
-pointwise kernels keep them: fewer roundings than eager, never more. It is the user's choice, never a default.
+Rounding. Eager PyTorch rounds every value to its dtype. A compiler that fuses keeps values in registers: Inductor's
+pointwise kernels compute a chain in float32 and round what they store, and its GEMM templates hand the float32
+accumulator to their epilogue. `fuse_rounding` imports regions in that way: a value that only pointwise ops and
+reductions of the region read is FLOAT, a pointwise result and a grouped matmul's product alike. What keeps its
+rounding in any case: outputs of the region, operands of matmuls, and a tensor that is cut into gate and up, so the
+pre-activation. So beside Inductor without this library one rounding more may go: that of dy W2^T, which aten's grouped
+matmul stores. Roundings are only ever dropped, never moved or added.
+
+Without `fuse_rounding` a virtual tensor has the data type that aten gives it, and a rule that would not round there
+declines with that reason.
 """
 
 from __future__ import annotations
@@ -57,11 +63,14 @@ class Join:
 
 @dataclass(frozen=True)
 class Imported:
-    """A region as an operation graph: `inputs` and `outputs` are the FX nodes of its inputs "in<i>" and outputs."""
+    """A region as an operation graph: `inputs` and `outputs` are the FX nodes of its inputs "in<i>" and outputs.
+
+    `unrounded` names what aten rounds and the graph does not, with the dtype and the place in the user's code."""
 
     graph: OpGraph
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    unrounded: tuple[str, ...] = ()
 
 
 class Importer:
@@ -80,6 +89,7 @@ class Importer:
         self.fuse_rounding = fuse_rounding
         self.graph = Graph(name=name, intermediate_data_type=DataType.FLOAT)
         self._located = 0
+        self._unrounded: dict[str, None] = {}
         self._names: dict[str, str] = {}
         self._known: dict[fx.Node, Tensor] = {}
         self._inputs: dict[fx.Node, Tensor] = {}
@@ -105,7 +115,7 @@ class Importer:
             written.add(out.uid)
             out.set_name(f"out{number}").set_output(True).set_data_type(self._data_type(node))
             out.set_stride(self._stride(node))
-        return Imported(self.graph.operation_graph(), tuple(self._inputs), self.outputs)
+        return Imported(self.graph.operation_graph(), tuple(self._inputs), self.outputs, tuple(self._unrounded))
 
     # ------------------------------------------------------------------ values
 
@@ -213,6 +223,10 @@ class Importer:
         """Where the value rounds: as traced, but for inner floating values under fuse_rounding."""
         traced = self._data_type(node)
         inner = self.fuse_rounding and traced.info.is_floating and node not in self._kept
+        if inner and traced is not DataType.FLOAT:
+            place = location_of(node)
+            where = f" at {place}" if place is not None else ""
+            self._unrounded[f"{node.name} ({traced.name}){where}"] = None
         return DataType.FLOAT if inner else traced
 
     def _data_type(self, node: fx.Node) -> DataType:

@@ -1,42 +1,74 @@
-"""Gate and up from two weights, as one grouped matmul over both: before AOTAutograd cuts forward from backward.
+"""Gate and up from two weights, brought side by side as fused kernels read them: in joint graphs, before AOTAutograd
+cuts forward from backward.
 
-    gate = x W1, up = x W3   ->   h = x [W1; W3], gate and up its halves
-    dx = dgate W1^T + dup W3^T   ->   dx = [dgate, dup] [W1; W3]^T, summed in one accumulator
-    dW1 = dgate^T x, dW3 = dup^T x   ->   halves of [dgate, dup]^T x
+    gate = x W1, up = x W3   ->   h = x [W1; W3], or h = [gate, up]: whichever copies less
+    dx = dgate W1^T + dup W3^T   ->   dx = dh [W1; W3]^T with dh = [dgate, dup], where that moves less
+    dW1 = dgate^T x, dW3 = dup^T x   stay as they are, and read the halves of dh in place
 
-Only then do gate, up and their gradients lie as fused kernels read and write them, without copies of activations; the
-weights are copied instead, once a step. dx rounds once where eager rounds three times, so this is done only under
-`fuse_rounding`, and only where a kernel of the arch could fuse what it leads to.
+W1 and W3 are tensors of their own, so what lies side by side was copied there: 2 x bytes of both weights once a pass,
+or 2 x bytes of h. [W1; W3] is made again in the backward rather than kept for it: kept, it would be a second copy of
+the weights in every layer. dx then rounds once where eager rounds three times, and h once in either case, so this is
+done only where roundings may be dropped, and only where a kernel of the arch takes what it leads to.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from .regions import find_regions, is_product, joins_of, outputs_of, sort_topologically
+from ....kernels.cost import NOMINAL_EXTENT
+from .regions import FIRST_CHECKPOINT, is_product, joins_of, late_nodes, outputs_of, sort_topologically
 from .spellings import GROUPED_MM, aten, value_of
 
 TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.t.default)
+WEIGHTS, ACTIVATIONS = "weights", "activations"
 
 
-def merge_gate_up(graph: fx.Graph) -> int:
-    """Merges every pair of products that are gate and up of one GLU, in place. How many there were."""
-    merged = 0
-    for region in list(find_regions(graph)):
-        pair = _pair(region)
-        if pair is not None:
-            _merge(graph, pair)
-            merged += 1
-    if merged:
-        sort_topologically(graph)
-        graph.eliminate_dead_code()
-        graph.lint()
-    return merged
+@dataclass(frozen=True)
+class Merge:
+    """What became of gate and up of two weights. `copies`: what is copied so that h is one tensor. `one_dgrad`: dx is
+    one product over both weights, which rounds once, and not the rounded sum of two rounded products."""
+
+    gate: str
+    up: str
+    copies: str
+    one_dgrad: bool = False
+
+    def __str__(self) -> str:
+        made = {WEIGHTS: "one product of both weights, copied side by side once a pass",
+                ACTIVATIONS: "copied side by side, which moves less than their weights"}[self.copies]  # fmt: skip
+        dx = "; dx is one product of both weights, rounded once" if self.one_dgrad else ""
+        return f"{self.gate} and {self.up} (gate and up of two weights): {made}{dx}"
+
+
+def merge_gate_up(graph: fx.Graph, region: Sequence[fx.Node], *, fuses_forward: bool) -> Merge | None:
+    """Brings gate and up of the region's GLU together, in place; None where they are not products of one x.
+
+    `fuses_forward`: a kernel fuses the product of both weights with the GLU, so that to copy weights pays sooner.
+    Graphs without a derivative are left alone unless it does.
+    """
+    pair = _pair(region)
+    if pair is None:
+        return None
+    late = late_nodes(graph)
+    weights, h = 2 * _nbytes(pair.w_gate), 2 * _nbytes(pair.gate)
+    if late:
+        over_weights = 2 * weights < (3 if fuses_forward else 2) * h
+    elif fuses_forward and weights < h:
+        over_weights = True
+    else:
+        return None
+    merge = (_over_weights if over_weights else _over_activations)(graph, pair, late)
+    sort_topologically(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return merge
 
 
 @dataclass(frozen=True)
@@ -99,8 +131,17 @@ def _shape(node: Any) -> tuple[Any, ...]:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
+def _nbytes(node: fx.Node) -> int:
+    """Bytes of the node's tensor; a symbolic extent counts as what it was when it was traced."""
+    extents = [d if isinstance(d, int) else d.node.hint or NOMINAL_EXTENT for d in _shape(node)]
+    return math.prod(int(d) for d in extents) * int(value_of(node).element_size())
+
+
+# ---------------------------------------------------------------------- rewriting
+
+
 def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A new node with its fake value, told of the same place in the user's code as `like`."""
+    """A new node with its fake value, told of the same place in the user's code, and checkpoint, as `like`."""
     node = graph.call_function(target, args)
     node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta")}
     values = torch.utils._pytree.tree_map(lambda a: value_of(a) if isinstance(a, fx.Node) else a, args)
@@ -109,65 +150,94 @@ def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     return node
 
 
+def _policy(nodes: Sequence[fx.Node], policy: CheckpointPolicy) -> None:
+    """Tells the partitioner whether the backward is given the nodes' values or makes them; what lies in a checkpoint of
+    the user's own stays the user's."""
+    for node in nodes:
+        if "recompute" not in node.meta:
+            node.meta.update(recompute=policy, ac_graph_id=FIRST_CHECKPOINT)
+
+
 def _turned(graph: fx.Graph, node: fx.Node) -> fx.Node:
     rank = len(_shape(node))
     return _call(graph, node, aten.permute.default, node, [*range(rank - 2), rank - 1, rank - 2])
 
 
-def _halves(graph: fx.Graph, node: fx.Node, axis: int, half: int) -> tuple[fx.Node, fx.Node]:
+def _halves(graph: fx.Graph, node: fx.Node, half: int) -> tuple[fx.Node, fx.Node]:
+    """Gate and up of (M, 2I)."""
     return (
-        _call(graph, node, aten.slice.Tensor, node, axis, 0, half),
-        _call(graph, node, aten.slice.Tensor, node, axis, half, 2 * half),
+        _call(graph, node, aten.slice.Tensor, node, 1, 0, half),
+        _call(graph, node, aten.slice.Tensor, node, 1, half, 2 * half),
     )
 
 
-def _merge(graph: fx.Graph, pair: _Pair) -> None:
-    half = _shape(pair.w_gate)[1]
-    readers = [n for n in graph.nodes if n.target is GROUPED_MM and n not in (pair.gate, pair.up)]
+def _both_weights(graph: fx.Graph, pair: _Pair) -> fx.Node:
+    """[W1; W3] (L, 2I, H), made by whichever pass reads it."""
+    weight = _call(graph, pair.gate, aten.cat.default, [pair.w_gate, pair.w_up], 1)
+    _policy([weight], CheckpointPolicy.MUST_RECOMPUTE)
+    return weight
+
+
+def _over_weights(graph: fx.Graph, pair: _Pair, late: set[fx.Node]) -> Merge:
+    """gate and up as the halves of one product."""
+    half = _shape(pair.gate)[1]
     with graph.inserting_before(pair.gate):  # operands of both: sorting moves what stands too early
-        weight = _call(graph, pair.gate, aten.cat.default, [pair.w_gate, pair.w_up], 1)  # (L, 2I, H)
+        weight = _both_weights(graph, pair)
         h = _call(graph, pair.gate, GROUPED_MM, pair.x, _turned(graph, weight), pair.offsets)  # (M, 2I)
-        for old, new in zip((pair.gate, pair.up), _halves(graph, h, 1, half), strict=True):
+        for old, new in zip((pair.gate, pair.up), _halves(graph, h, half), strict=True):
             old.replace_all_uses_with(new)
-    for node in list(graph.nodes):
-        if node.target is aten.add.Tensor and not node.kwargs:
-            _merge_dgrad(graph, pair, node, weight, half, readers)
+    merge = Merge(pair.gate.name, pair.up.name, WEIGHTS)
+    return replace(merge, one_dgrad=_join_gradients(graph, pair, late, weight))
 
 
-def _merge_dgrad(
-    graph: fx.Graph, pair: _Pair, add: fx.Node, weight: fx.Node, half: int, readers: Sequence[fx.Node]
-) -> None:
-    """Merges dx = dgate W1^T + dup W3^T, and the weight gradients that read the same dgate and dup."""
+def _over_activations(graph: fx.Graph, pair: _Pair, late: set[fx.Node]) -> Merge:
+    """gate and up copied side by side, and read there: the backward is given h, not both as well."""
+    half = _shape(pair.gate)[1]
+    with graph.inserting_before(pair.gate):
+        h = _call(graph, pair.gate, aten.cat.default, [pair.gate, pair.up], 1)  # (M, 2I)
+        halves = _halves(graph, h, half)
+        _policy([h], CheckpointPolicy.MUST_SAVE)
+        _policy(halves, CheckpointPolicy.MUST_RECOMPUTE)
+    for old, new in zip((pair.gate, pair.up), halves, strict=True):
+        for reader in [n for n in old.users if n is not h]:
+            reader.replace_input_with(old, new)
+    merge = Merge(pair.gate.name, pair.up.name, ACTIVATIONS)
+    return replace(merge, one_dgrad=_join_gradients(graph, pair, late, None))
+
+
+def _join_gradients(graph: fx.Graph, pair: _Pair, late: set[fx.Node], weight: fx.Node | None) -> bool:
+    """dgate and dup as halves of one tensor, where dgrads name them. True where dgate W1^T + dup W3^T became one
+    product over both weights."""
     found: dict[fx.Node, fx.Node] = {}
-    for operand in add.args:
-        if not isinstance(operand, fx.Node) or not is_product(operand) or operand.args[2] is not pair.offsets:
-            return
-        base, turned = _untransposed(operand.args[1])
-        if turned or base not in (pair.w_gate, pair.w_up) or len(operand.users) > 1:
-            return
-        found[base] = operand.args[0]  # type: ignore[assignment]
+    for node in graph.nodes:
+        if node in late and is_product(node) and node.args[2:] == (pair.offsets,):
+            base, turned = _untransposed(node.args[1])
+            if not turned and base in (pair.w_gate, pair.w_up) and _shape(node.args[0]) == _shape(pair.gate):
+                found[base] = node
     if len(found) != 2:
-        return
-    dgate, dup = found[pair.w_gate], found[pair.w_up]
-    with graph.inserting_before(add):
-        dh = _call(graph, dgate, aten.cat.default, [dgate, dup], 1)  # (M, 2I)
-        add.replace_all_uses_with(_call(graph, add, GROUPED_MM, dh, weight, pair.offsets))
-        gradients = [_weight_gradient(pair, d, readers) for d in (dgate, dup)]
-        first, second = gradients
-        if first is not None and second is not None:
-            whole = _call(graph, first, GROUPED_MM, _turned(graph, dh), pair.x, pair.offsets)  # (L, 2I, H)
-            for old, new in zip((first, second), _halves(graph, whole, 1, half), strict=True):
-                old.replace_all_uses_with(new)
-        rest = _halves(graph, dh, 1, half)
-    for node, new in zip((dgate, dup), rest, strict=True):
-        for reader in [u for u in node.users if u.target is GROUPED_MM or u.target in TRANSPOSES]:
-            reader.replace_input_with(node, new)
+        return False
+    products = found[pair.w_gate], found[pair.w_up]
+    gradients = [p.args[0] for p in products]
+    total = _sum_of(products)
+    # Apart, dx costs a second product written, and both read and summed: 4 x its bytes. Together, both weights copied.
+    one_dgrad = total is not None and 2 * 2 * _nbytes(pair.w_gate) < 4 * _nbytes(total)
+    with graph.inserting_before(products[0]):
+        dh = _call(graph, gradients[0], aten.cat.default, list(gradients), 1)  # type: ignore[arg-type]  # (M, 2I)
+        halves = _halves(graph, dh, _shape(pair.gate)[1])
+        if one_dgrad:
+            assert total is not None
+            weight = weight if weight is not None else _both_weights(graph, pair)
+            total.replace_all_uses_with(_call(graph, total, GROUPED_MM, dh, weight, pair.offsets))
+    for node, new in zip(gradients, halves, strict=True):
+        for reader in [u for u in node.users if u.target is GROUPED_MM or u.target in TRANSPOSES]:  # type: ignore[union-attr]
+            reader.replace_input_with(node, new)  # type: ignore[arg-type]
+    return one_dgrad
 
 
-def _weight_gradient(pair: _Pair, gradient: fx.Node, readers: Sequence[fx.Node]) -> fx.Node | None:
-    """gradient^T x (L, I, H), where the graph has it."""
-    for node in readers:
-        left, turned = _untransposed(node.args[0])
-        if turned and left is gradient and node.args[1] is pair.x and node.args[2] is pair.offsets:
-            return node
-    return None
+def _sum_of(products: tuple[fx.Node, fx.Node]) -> fx.Node | None:
+    """The node that adds both products, which nothing else reads."""
+    readers = {u for p in products for u in p.users}
+    if len(readers) != 1:
+        return None
+    (add,) = readers
+    return add if add.target is aten.add.Tensor and not add.kwargs and set(add.args) == set(products) else None

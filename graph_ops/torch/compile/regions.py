@@ -30,7 +30,7 @@ from .spellings import (
 
 SIGMOIDS = (aten.silu.default, aten.sigmoid.default)
 FIRST_CHECKPOINT = 1 << 20
-"""Ids of regions for the partitioner, beyond those that the user's own checkpoints count up."""
+"""The id of what is tagged here for the partitioner, beyond those that the user's own checkpoints count up."""
 
 JOIN_OUTPUTS = 4
 """Outputs that are tried in pairs as gradients of gate and up; a GLU's derivative alone has two or three."""
@@ -175,21 +175,29 @@ def drop_detaches(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def recompute_inner_values(graph: fx.Graph) -> None:
-    """Asks the partitioner of a joint graph not to save what lies inside a GLU: one node computes it, forward and
-    backward, so to save it would cost memory and the fusion. What the user checkpoints is left as it is."""
+def late_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """What of a joint graph waits for a gradient, and so belongs to the backward."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
         if (node.op == "placeholder" and "tangents" in node.name) or any(n in late for n in node.all_input_nodes):
             late.add(node)
-    for number, region in enumerate(find_regions(graph)):
-        early = {n for n in region if n not in late and not is_product(n)}
-        inner = {n for n in early if all(u in early or u in late for u in n.users) and any(u in early for u in n.users)}
+    return late
+
+
+def recompute_inner_values(graph: fx.Graph, *, activations: bool) -> None:
+    """Asks the partitioner of a joint graph not to save what lies inside a GLU: one node computes it, forward and
+    backward, so to save it would cost memory and the fusion. `activations`: nor what the GLU gives, which the backward
+    can write beside the gradient. What the user checkpoints is left as it is."""
+    late = late_nodes(graph)
+    for region in find_regions(graph):
         if any("recompute" in n.meta for n in region):
             continue
-        for node in inner:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = FIRST_CHECKPOINT + number
+        early = {n for n in region if n not in late and not is_product(n)}
+        for node in early:
+            inside = any(u in early for u in node.users) and all(u in early or u in late for u in node.users)
+            if inside or (activations and any(map(is_product, node.users))):
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                node.meta["ac_graph_id"] = FIRST_CHECKPOINT
 
 
 def clone_views(graph: fx.Graph, region: Sequence[fx.Node]) -> None:
@@ -266,5 +274,5 @@ def framework_seconds(region: Sequence[fx.Node], arch: Arch, *, one_pass: bool) 
 
 __all__ = [
     "clone_views", "device_of", "drop_detaches", "drop_whole_slices", "find_regions", "framework_seconds",
-    "is_product", "joins_of", "outputs_of", "recompute_inner_values", "sort_topologically",
+    "is_product", "joins_of", "late_nodes", "outputs_of", "recompute_inner_values", "sort_topologically",
 ]  # fmt: skip

@@ -10,12 +10,20 @@ import torch
 from torch import nn
 
 from .backend import compile_with
+from .merge import Merge
 from .rewrite import Options, Region, Rewriter
+
+_ROUNDING = {
+    True: "a fused kernel rounds what it stores, as Inductor's do (options={'fuse_rounding': False} keeps eager's)",
+    False: "as eager rounds every value, so that a GLU with a rounding inside is left alone (fuse_rounding=False, or "
+    "Inductor's emulate_precision_casts)",
+}
 
 
 @dataclass(frozen=True)
 class CompileExplanation:
-    """Dynamo's counts, and every region that was found in the graphs of AOTAutograd, forward and backward."""
+    """Dynamo's counts, every region that was found in the graphs of AOTAutograd, forward and backward, and every gate
+    and up of two weights that was brought together."""
 
     graph_count: int
     graph_break_count: int
@@ -23,6 +31,7 @@ class CompileExplanation:
     op_count: int
     options: Options
     regions: tuple[Region, ...]
+    merges: tuple[Merge, ...] = ()
 
     @property
     def fused_count(self) -> int:
@@ -36,18 +45,15 @@ class CompileExplanation:
             f"Op Count: {self.op_count}",
             *(f"Break Reason {number}: {reason.reason}" for number, reason in enumerate(self.break_reasons, 1)),
             f"Regions: {len(self.regions)} grouped matmuls looked at, {self.fused_count} fused kernels",
-            "Rounding: "
-            + (
-                "inner values of a region stay float32 (fuse_rounding=True)"
-                if self.options.fuse_rounding
-                else "as eager rounds every value (options={'fuse_rounding': True} fuses across them)"
-            ),
+            f"Rounding: {_ROUNDING[self.options.fuses_rounding]}",
+            *(f"Merged: {merge}" for merge in self.merges),
         ]
         for region in self.regions:
             lines += ["", f"{region.part}: {', '.join(region.nodes)}"]
             lines += [f"  raised {', '.join(r.into for r in region.raisings)}"] if region.raisings else []
             lines += ["  runs as an operation graph"] if region.replaced else ["  left to the rest of the compiler"]
             lines += [f"  {region.reason}"] if region.reason else []
+            lines += [f"  stays float32 where eager rounds: {', '.join(region.unrounded)}"] if region.unrounded else []
             if region.explanation is not None:
                 lines += [f"  {line}" for line in str(region.explanation).splitlines()]
         return "\n".join(lines)
@@ -55,7 +61,8 @@ class CompileExplanation:
 
 def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CompileExplanation]:
     """`explain(model, arch="sm90")(*args)`: compiles and runs `fn`, forward and backward, and says what fused and why
-    the rest did not. `options` are the backend's, but `rest`. Gradients of leaves are computed and dropped.
+    the rest did not. `options` are the backend's, but `rest` and Inductor's own. Gradients of leaves are computed and
+    dropped.
     """
     chosen = Options.of({**options, "rest": "eager"})
 
@@ -77,6 +84,7 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CompileExpl
             op_count=seen.op_count,
             options=chosen,
             regions=tuple(rewriter.regions),
+            merges=tuple(rewriter.merges),
         )
 
     return inner

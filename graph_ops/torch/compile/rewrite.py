@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._inductor.config
 from torch import fx
 
 from ....fusion_rules import raise_graph
@@ -23,7 +25,7 @@ from ...planner import make_plan, require_fused
 from ...target import arch_of_device, as_arch
 from . import region_op  # noqa: F401  registers torch.ops.opfuse.run_graph
 from .importer import Imported, Importer
-from .merge import merge_gate_up
+from .merge import Merge, merge_gate_up
 from .regions import (
     clone_views,
     device_of,
@@ -41,42 +43,64 @@ from .regions import (
 if TYPE_CHECKING:
     from ...explain import Explanation
 
-REPLACE = ("fused", "raised")
-REST = ("inductor", "eager")
-GLU_RULES = ("grouped_gemm_glu", "grouped_gemm_dglu")
+CHOICES = {
+    "replace": ("fused", "raised"),
+    "rest": ("inductor", "eager"),
+    "save": ("activation", "preactivation"),
+}
+FORWARD_RULE, BACKWARD_RULE = "grouped_gemm_glu", "grouped_gemm_dglu"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `torch.compile(backend="opfuse", options={...})` takes.
+    """What `torch.compile(backend="opfuse", options={...})` takes, beside the names of Inductor's own configuration.
 
-    `fuse_rounding`: values inside a region may stay float32 where eager rounds them (see importer). `replace`: "fused"
-    puts in the regions for which a kernel of the device fuses something and by estimate wins, "raised" every region in
-    which a GLU is found. `rest`: who compiles all else, "inductor" or "eager". `disable`: ids of rules and kernels
-    not to use. `strict`: an error where a region is found and something of it that could fuse does not. `arch`: what
-    reports are planned for; what runs is planned for the device.
+    `fuse_rounding`: whether values inside a region stay float32 where eager rounds them (see importer); None: as
+    Inductor treats its own fused kernels, which keep eager's roundings only with `emulate_precision_casts`. `replace`:
+    "fused" puts in the regions for which a kernel of the device fuses something and by estimate wins, "raised" every
+    region in which a GLU is found. `rest`: who compiles all else, "inductor" or "eager". `save`: what the backward
+    finds of a GLU's result, "activation" itself or "preactivation", from which it is computed again beside the
+    gradient. `disable`: ids of rules and kernels not to use. `strict`: an error where a region is found and something
+    of it that could fuse does not. `arch`: what reports are planned for; what runs is planned for the device.
+    `inductor`: settings of Inductor, by name.
     """
 
-    fuse_rounding: bool = False
+    fuse_rounding: bool | None = None
     replace: str = "fused"
     rest: str = "inductor"
+    save: str = "activation"
     disable: tuple[str, ...] = ()
     strict: bool = False
     arch: str | None = None
+    inductor: tuple[tuple[str, Any], ...] = ()
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> Options:
         """Options from a mapping. Raises GraphNotSupportedError for an unknown name or value."""
+        own = {f for f in Options.__dataclass_fields__ if f != "inductor"}
         given = dict(given or {})
-        if unknown := sorted(set(given) - set(Options.__dataclass_fields__)):
-            raise GraphNotSupportedError("OPTION", asked=f"options {unknown}",
-                                         required=f"options of {sorted(Options.__dataclass_fields__)}")  # fmt: skip
-        options = replace(Options(), **{**given, "disable": tuple(given.get("disable", ()))})
-        for name, allowed in (("replace", REPLACE), ("rest", REST)):
+        others = {name.replace("-", "_"): given.pop(name) for name in sorted(set(given) - own)}
+        known = torch._inductor.config.get_config_copy() if others else {}
+        if unknown := sorted(set(others) - set(known)):
+            required = f"options of {sorted(own)}, or of torch._inductor.config"
+            raise GraphNotSupportedError("OPTION", asked=f"options {unknown}", required=required)
+        given["disable"] = tuple(given.get("disable", ()))
+        options = replace(Options(), **given, inductor=tuple(others.items()))
+        for name, allowed in CHOICES.items():
             if getattr(options, name) not in allowed:
                 raise GraphNotSupportedError("OPTION", asked=f"option {name}={getattr(options, name)!r}",
                                              required=f"one of {list(allowed)}")  # fmt: skip
+        if options.rest == "eager" and others:
+            raise GraphNotSupportedError("OPTION", asked=f"options {sorted(others)}", seen="rest='eager'",
+                                         required="rest='inductor'", hint="they are Inductor's")  # fmt: skip
         return options
+
+    @property
+    def fuses_rounding(self) -> bool:
+        """`fuse_rounding`, or what Inductor's settings say."""
+        if self.fuse_rounding is not None:
+            return self.fuse_rounding
+        return not dict(self.inductor).get("emulate_precision_casts", torch._inductor.config.emulate_precision_casts)
 
 
 @dataclass(frozen=True)
@@ -84,7 +108,8 @@ class Region:
     """One region of an FX graph: what it was read as, and what became of it.
 
     `graph` is the operation graph (None where it could not be imported, and `reason` says why), `plan` its plan for the
-    arch asked about, `raisings` the GLUs found in it. `replaced`: an operation graph runs in its place.
+    arch asked about, `raisings` the GLUs found in it. `replaced`: an operation graph runs in its place. `unrounded`:
+    nodes that eager rounds and `graph` keeps in float32, with the dtype and the place in the user's code.
     """
 
     part: str
@@ -94,6 +119,7 @@ class Region:
     raisings: tuple[Raising, ...] = ()
     replaced: bool = False
     reason: str = ""
+    unrounded: tuple[str, ...] = ()
 
     @property
     def explanation(self) -> Explanation | None:
@@ -105,22 +131,40 @@ class Region:
 
 @dataclass
 class Rewriter:
-    """Rewrites FX graphs in place. `regions` has the reports of every graph that it was given, in order."""
+    """Rewrites FX graphs in place. `regions` has the reports of every graph that it was given, in order, and `merges`
+    the gates and ups of two weights that were brought together."""
 
     options: Options
     regions: list[Region] = field(default_factory=list)
+    merges: list[Merge] = field(default_factory=list)
 
     def prepare(self, graph: fx.Graph) -> None:
-        """Before forward and backward are cut apart, where a kernel could use it: merges gate and up of two weights, if
-        roundings may fuse, and keeps what lies inside a GLU from being saved."""
+        """Before forward and backward are cut apart, where a kernel could use it: brings gate and up of two weights
+        together, if roundings may fuse, and keeps what lies inside a GLU from being saved."""
         arch = self._arch_of(graph)
-        if arch is None or not (self.options.replace == "raised" or _has_kernels(arch, self.options.disable)):
+        forced = self.options.replace == "raised"
+        if arch is None or not (forced or any(map(partial(self._has_kernels, arch), (FORWARD_RULE, BACKWARD_RULE)))):
             return
         drop_detaches(graph)
         drop_whole_slices(graph)
-        if self.options.fuse_rounding:
-            merge_gate_up(graph)
-        recompute_inner_values(graph)
+        recompute_inner_values(graph, activations=self.options.save == "preactivation")
+        if not self.options.fuses_rounding:
+            return
+        fuses_forward = self._has_kernels(arch, FORWARD_RULE)
+        for region in list(find_regions(graph)):
+            reading = self._reading(region, "joint").best
+            if reading is None:
+                continue
+            plan = make_plan(reading[0].graph, arch, disable=self.options.disable)
+            if forced or any(s.rule in (FORWARD_RULE, BACKWARD_RULE) for s in plan.fused_steps):
+                merge = merge_gate_up(graph, region, fuses_forward=fuses_forward)
+                self.merges += [merge] if merge is not None else []
+
+    def _has_kernels(self, arch: Arch, rule: str) -> bool:
+        """Whether any kernel for that fusion is declared for `arch`."""
+        return any(
+            k.rule == rule and arch in k.arches and not {k.id, k.rule} & set(self.options.disable) for k in KERNELS
+        )
 
     def _arch_of(self, graph: fx.Graph) -> Arch | None:
         for node in graph.nodes:
@@ -144,13 +188,27 @@ class Rewriter:
 
     def _read(self, region: tuple[fx.Node, ...], part: str) -> tuple[Region, Imported | None]:
         names = tuple(n.name for n in region)
+        reading = self._reading(region, part)
+        if reading.best is not None:
+            found, raisings = reading.best
+            plan = self._plan(found.graph, self._arch(region))
+            return Region(part, names, found.graph, plan, raisings, unrounded=found.unrounded), found
+        if reading.nearest is not None:
+            plan = self._plan(reading.nearest.graph, self._arch(region))
+            return Region(part, names, reading.nearest.graph, plan, reason="its GLU does not raise to one node"), None
+        declined = reading.declined
+        return Region(
+            part, names, reason=str(declined) if declined is not None else "no GLU is beside the matmul"
+        ), None
+
+    def _reading(self, region: tuple[fx.Node, ...], part: str) -> _Reading:
         outputs = outputs_of(region)
         declined: OpfuseError | None = None
         nearest: Imported | None = None
         best: tuple[Imported, tuple[Raising, ...]] | None = None
         for join in (None, *joins_of(region, outputs)):
-            importer = Importer(region, outputs, fuse_rounding=self.options.fuse_rounding, join=join,
-                                name=f"{part}.{names[0]}")  # fmt: skip
+            importer = Importer(region, outputs, fuse_rounding=self.options.fuses_rounding, join=join,
+                                name=f"{part}.{region[0].name}")  # fmt: skip
             try:
                 found = importer.build()
             except OpfuseError as error:  # another reading may do; if none does, the first says why
@@ -163,15 +221,7 @@ class Rewriter:
                 break
             if any(node.op == "split_glu" for node in found.graph.nodes):
                 nearest = nearest or found
-        if best is not None:
-            found, raisings = best
-            return Region(part, names, found.graph, self._plan(found.graph, self._arch(region)), raisings), found
-        if nearest is not None:
-            plan = self._plan(nearest.graph, self._arch(region))
-            return Region(part, names, nearest.graph, plan, reason="its GLU does not raise to one node"), None
-        return Region(
-            part, names, reason=str(declined) if declined is not None else "no GLU is beside the matmul"
-        ), None
+        return _Reading(best, nearest, declined)
 
     def _arch(self, region: tuple[fx.Node, ...]) -> Arch:
         return as_arch(self.options.arch) if self.options.arch else arch_of_device(device_of(region))
@@ -195,9 +245,14 @@ class Rewriter:
         return bool(plan.fused_steps) and plan.estimate.seconds <= rival
 
 
-def _has_kernels(arch: Arch, disable: tuple[str, ...]) -> bool:
-    """Whether any kernel that fuses a GLU with a grouped matmul is declared for `arch`."""
-    return any(k.rule in GLU_RULES and arch in k.arches and not {k.id, k.rule} & set(disable) for k in KERNELS)
+@dataclass(frozen=True)
+class _Reading:
+    """A region as an operation graph: the best import in which a GLU is found, else the first that has halves of a
+    tensor, and why others were declined."""
+
+    best: tuple[Imported, tuple[Raising, ...]] | None
+    nearest: Imported | None
+    declined: OpfuseError | None
 
 
 def _worth(raisings: tuple[Raising, ...]) -> int:
@@ -211,7 +266,7 @@ def _put_in_place(graph: fx.Graph, region: tuple[fx.Node, ...], imported: Import
     members = set(region)
     places = {node: place for place, node in enumerate(graph.nodes)}
     last = max(imported.inputs, key=places.__getitem__)
-    definition = to_json(_without_locations(imported.graph), indent=None)
+    definition = to_json(_anonymous(imported.graph), indent=None)
     after = last if last.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(after):
         call = graph.call_function(
@@ -229,13 +284,12 @@ def _put_in_place(graph: fx.Graph, region: tuple[fx.Node, ...], imported: Import
             graph.erase_node(node)
 
 
-def _without_locations(graph: OpGraph) -> OpGraph:
-    """The places of declaration are this package's, and would make equal graphs differ."""
-    return replace(
-        graph,
-        tensors={uid: replace(t, location=None) for uid, t in graph.tensors.items()},
-        nodes=tuple(replace(n, location=None) for n in graph.nodes),
-    )
+def _anonymous(graph: OpGraph) -> OpGraph:
+    """Without the names and places of one layer, so that equal layers are one graph, planned and built once."""
+    own = {t.uid for t in (*graph.graph_inputs, *graph.graph_outputs)}  # "in<i>" and "out<i>", which the op reads
+    tensors = {u: replace(t, location=None, name=t.name if u in own else f"t{u}") for u, t in graph.tensors.items()}
+    nodes = tuple(replace(n, location=None, name=f"{n.op}_{n.index}") for n in graph.nodes)
+    return replace(graph, name="region", tensors=tensors, nodes=nodes)
 
 
 __all__ = ["Options", "Region", "Rewriter"]

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from opfuse.fusion_rules import VerdictKind
 from opfuse.graph_ops import Graph, OpfuseError
@@ -21,11 +22,13 @@ from opfuse.graph_ops.torch.compile.regions import (
 )
 from opfuse.graph_ops.torch.compile.rewrite import Options, Rewriter
 from opfuse.graph_ops.torch.compile.spellings import NotImportable
+from opfuse.graph_ops.torch.graphs import GRAPHS
 from opfuse.kernels.arch import ARCHES
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+torch_functional = F.__file__
 L, H, I = 3, 32, 64
 BF16 = torch.bfloat16
 
@@ -185,7 +188,7 @@ def raisings(rewriter):
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_plain_code_raises_forward_and_backward_and_is_as_accurate_as_eager(spelling, seed):
     model = SPELLINGS[spelling]()
-    fast, rewriter, _ = compiled(model, fuse_rounding=True, replace="raised", arch="sm90")
+    fast, rewriter, _ = compiled(model, replace="raised", arch="sm90")
     got, eager, wanted = (f(m, 20, [8, 0, 12]) for f, m in ((step, fast), (step, model), (oracle, model)))
     assert raisings(rewriter) == {"forward": ["raise_glu"], "backward": ["raise_glu_backward"]}
     assert {r.part for r in rewriter.regions if r.replaced} == {"forward", "backward"}
@@ -197,7 +200,7 @@ def test_plain_code_raises_forward_and_backward_and_is_as_accurate_as_eager(spel
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_derivative_matches_the_dglu_rule(spelling, seed):
-    fast, rewriter, _ = compiled(SPELLINGS[spelling](), fuse_rounding=True, replace="raised", arch="sm90")
+    fast, rewriter, _ = compiled(SPELLINGS[spelling](), replace="raised", arch="sm90")
     step(fast, 20, [8, 0, 12])
     (backward,) = [r for r in rewriter.regions if r.part == "backward" and r.raisings]
     kinds = {v.kind for v in backward.plan.report.verdicts if v.rule == "grouped_gemm_dglu"}
@@ -210,7 +213,7 @@ def test_the_derivative_matches_the_dglu_rule(spelling, seed):
 def test_without_leave_no_rounding_moves(spelling, seed, assert_close):
     """A GLU with a rounding inside is left alone; one without is raised, and only float32 operations change order."""
     model = SPELLINGS[spelling]()
-    exact, rewriter, _ = compiled(model, replace="raised", arch="sm90")
+    exact, rewriter, _ = compiled(model, replace="raised", arch="sm90", fuse_rounding=False)
     found = step(exact, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])
     if "float32" in spelling:
         assert raisings(rewriter) == {"forward": ["raise_glu"], "backward": ["raise_glu_backward"]}
@@ -228,7 +231,7 @@ def test_without_leave_no_rounding_moves(spelling, seed, assert_close):
 
 def test_by_default_only_what_a_kernel_of_this_device_fuses_is_replaced(seed):
     model = Fused()
-    fast, rewriter, _ = compiled(model, fuse_rounding=True)
+    fast, rewriter, _ = compiled(model)
     for got, eager in zip(step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
         assert torch.equal(got, eager)
     assert raisings(rewriter)["backward"] == ["raise_glu_backward"]
@@ -246,7 +249,7 @@ def test_c104_no_graph_breaks(seed):
 @pytest.mark.parametrize("replace", ["raised", "fused"])
 def test_c106_two_compilations_serve_ten_token_counts_and_no_tokens_work(replace, seed, assert_close):
     model = Fused()
-    fast, _, graphs = compiled(model, fuse_rounding=True, replace=replace)
+    fast, _, graphs = compiled(model, replace=replace)
     for rows in (20, 5, 7, 64, 33, 2, 9, 11, 100, 40):
         counts = [rows - 2, 0, 2]
         for got, wanted in zip(step(fast, rows, counts), oracle(model, rows, counts)):
@@ -259,7 +262,7 @@ def test_c106_two_compilations_serve_ten_token_counts_and_no_tokens_work(replace
 
 
 def test_c106_a_dynamic_mark_compiles_once(seed):
-    fast, _, graphs = compiled(Fused(), fuse_rounding=True, replace="raised")
+    fast, _, graphs = compiled(Fused(), replace="raised")
     for rows in (20, 5, 64):
         x = torch.randn(rows, H, dtype=BF16)
         torch._dynamo.mark_dynamic(x, 0)
@@ -275,7 +278,7 @@ def test_rows_that_are_an_expression_of_the_tokens(rows_of, seed, assert_close):
     def layer(x, counts):
         return model(rows_of(x), counts)
 
-    fast, rewriter, graphs = compiled(layer, fuse_rounding=True, replace="raised")
+    fast, rewriter, graphs = compiled(layer, replace="raised")
     for tokens in (10, 16, 7):
         x = torch.randn(tokens, H, dtype=BF16, requires_grad=True)
         rows = rows_of(x).shape[0]
@@ -300,12 +303,30 @@ class TwoBlocks(torch.nn.Module):
 
 def test_c98_adjacent_blocks_are_both_replaced(seed, assert_close):
     model = TwoBlocks()
-    fast, rewriter, _ = compiled(model, fuse_rounding=True, replace="raised")
+    fast, rewriter, _ = compiled(model, replace="raised")
     got, eager = step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])
     assert sum(r.replaced for r in rewriter.regions if r.part == "forward") == 2
     assert sum(r.replaced for r in rewriter.regions if r.part == "backward") == 2
     for one, two in zip(got, eager):
         assert_close("gradient", one, two, 2e-2)
+
+
+def test_equal_layers_share_one_built_graph(seed):
+    class Deep(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Fused() for _ in range(3))
+
+        def forward(self, x, counts):
+            for layer in self.layers:
+                x = x + layer(x, counts)
+            return x
+
+    GRAPHS.clear()
+    fast, rewriter, _ = compiled(Deep(), replace="raised")
+    step(fast, 20, [8, 0, 12])
+    assert sum(r.replaced for r in rewriter.regions) == 6
+    assert len(GRAPHS) == 2, "one forward, one backward"
 
 
 class SwappedHalves(Fused):
@@ -348,7 +369,7 @@ class UnevenSplit(Fused):
 @pytest.mark.parametrize("model_type", [SwappedHalves, Gelu, GateIsRead, NotConvex, UnevenSplit])
 def test_near_misses_compute_what_eager_does(model_type, seed, assert_close):
     model = model_type()
-    fast, rewriter, _ = compiled(model, fuse_rounding=True, replace="raised")
+    fast, rewriter, _ = compiled(model, replace="raised")
     got, eager = step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])
     for one, two in zip(got, eager):
         assert_close("gradient", one, two, 2e-2)
@@ -359,7 +380,7 @@ def test_near_misses_compute_what_eager_does(model_type, seed, assert_close):
 
 def test_c116_expanded_gradients(seed, assert_close):
     model = Fused()
-    fast, _, _ = compiled(model, fuse_rounding=True, replace="raised")
+    fast, _, _ = compiled(model, replace="raised")
     grads = []
     for one in (fast, model):
         model.zero_grad()
@@ -369,24 +390,35 @@ def test_c116_expanded_gradients(seed, assert_close):
 
 
 def test_c109_a_fallback_is_a_record_and_strict_an_error(seed, caplog):
-    fast, _, _ = compiled(Fused(), fuse_rounding=True, arch="sm80")
+    fast, _, _ = compiled(Fused(), arch="sm80")
     with caplog.at_level(logging.INFO, logger="opfuse"):
         fast(torch.randn(20, H, dtype=BF16), torch.tensor([8, 0, 12]))
     records = [r for r in caplog.records if r.name == "opfuse.rules"]
     assert records and all(r.code and r.observed and r.required and r.arch == "sm80" for r in records)
-    strict, _, _ = compiled(Fused(), fuse_rounding=True, arch="sm80", strict=True)
+    strict, _, _ = compiled(Fused(), arch="sm80", strict=True)
     with pytest.raises(Exception, match="UNFUSED: strict=True"):
         strict(torch.randn(20, H, dtype=BF16), torch.tensor([8, 0, 12]))
 
 
 def test_the_backend_is_found_by_name_with_its_options(seed):
     model = Fused()
-    fast = torch.compile(model, backend="opfuse", options={"rest": "eager", "replace": "raised"}, fullgraph=True)
+    fast = torch.compile(
+        model, backend="opfuse", options={"rest": "eager", "replace": "raised", "fuse_rounding": False}, fullgraph=True
+    )
     for got, eager in zip(step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
         assert torch.equal(got, eager)
 
 
-@pytest.mark.parametrize("options", [{"fuse": True}, {"replace": "all"}, {"rest": "nobody"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse": True},
+        {"replace": "all"},
+        {"rest": "nobody"},
+        {"save": "nothing"},
+        {"rest": "eager", "max_autotune": True},
+    ],
+)
 def test_unknown_options_are_refused(options):
     with pytest.raises(OpfuseError) as raised:
         Options.of(options)
@@ -417,24 +449,32 @@ def test_the_custom_op_is_traced_without_a_break(seed):
 def test_explain_reports_what_fused_and_why_the_rest_did_not(seed):
     model = Fused()
     x = torch.randn(20, H, dtype=BF16, requires_grad=True)
-    found = explain(model, arch="sm90", fuse_rounding=True)(x, torch.tensor([8, 0, 12]))
+    found = explain(model, arch="sm90")(x, torch.tensor([8, 0, 12]))
     assert [r.part for r in found.regions if r.raisings] == ["forward", "backward"]
     text = str(found)
     assert "raised glu_backward" in text and "Plan of backward" in text and "test_compile.py" in text
-    assert "fuse_rounding=True" in text
+    (backward,) = [r for r in found.regions if r.part == "backward"]
+    assert {name.split()[0] for name in backward.unrounded} >= {"_grouped_mm_3", "silu", "mul_1", "mul_2"}
+    assert all(f" (BFLOAT16) at {torch_functional}" in n or f" (BFLOAT16) at {__file__}" in n
+               for n in backward.unrounded)  # fmt: skip
+    assert "stays float32 where eager rounds: " in text and "fuse_rounding" in text
     assert x.grad is None and all(p.grad is None for p in model.parameters()), "gradients are computed and dropped"
-    plain = str(explain(model, arch="sm90")(x, torch.tensor([8, 0, 12])))
+    plain = explain(model, arch="sm90", fuse_rounding=False)(x, torch.tensor([8, 0, 12]))
+    assert plain.fused_count == 0 and not any(r.unrounded for r in plain.regions)
+    plain = str(plain)
     assert "RAISE_ROUNDING" in plain and "rounds to BFLOAT16" in plain
 
 
 def test_the_pass_for_inductor_changes_its_id_with_whatever_decides():
-    ids = [OpfusePass(**o).uuid() for o in ({}, {"fuse_rounding": True}, {"disable": ("raise_glu",)})]
-    assert len({repr(i) for i in ids}) == 3
+    ids = [OpfusePass(**o).uuid() for o in ({}, {"fuse_rounding": False}, {"disable": ("raise_glu",)})]
+    with inductor_config.patch(emulate_precision_casts=True):
+        ids.append(OpfusePass().uuid())
+    assert len({repr(i) for i in ids}) == 4
     assert OpfusePass().uuid() == OpfusePass().uuid()
 
 
 def test_disable_reaches_the_raising(seed):
-    fast, rewriter, _ = compiled(Fused(), fuse_rounding=True, replace="raised", disable=["raise_glu"])
+    fast, rewriter, _ = compiled(Fused(), replace="raised", disable=["raise_glu"])
     step(fast, 20, [8, 0, 12])
     assert raisings(rewriter) == {"forward": [], "backward": ["raise_glu_backward"]}
 
@@ -464,22 +504,90 @@ class OtherRows(Experts):
         return mm(F.silu(gate) * up, self.w2, offsets)
 
 
-def test_gate_and_up_of_two_weights_become_one_product(seed):
-    """So that no activation is copied: h and its gradient are one tensor each, in memory as kernels want them."""
-    fast, rewriter, _ = compiled(Separate(), fuse_rounding=True, replace="raised")
-    step(fast, 20, [8, 0, 12])
-    assert products(rewriter, "forward") == ["grouped_matmul", "split_glu"]
+@pytest.mark.parametrize("counts, ways", [
+    ([8, 0, 12], ("activations", False)), ([40, 10, 30], ("activations", False)), ([92, 0, 8], ("weights", False)),
+    ([300, 0, 52], ("weights", True)),
+])  # fmt: skip
+def test_gate_and_up_of_two_weights_come_together_where_that_copies_less(counts, ways, seed, assert_close):
+    """L H = 96 rows are as large as the weights, L I = 192 rows of dx; kernels find h and dh each in one tensor."""
+    model = Separate()
+    fast, rewriter, _ = compiled(model, replace="raised", arch="sm90")
+    got, eager = step(fast, sum(counts), counts), step(model, sum(counts), counts)
+    for one, two in zip(got, eager):
+        assert_close("gradient", one, two, 2e-2)
+    (merge,) = rewriter.merges
+    assert (merge.copies, merge.one_dgrad) == ways
+    forward = {"weights": ["grouped_matmul", "split_glu"],
+               "activations": ["grouped_matmul", "grouped_matmul", "join_glu", "split_glu"]}[ways[0]]  # fmt: skip
+    assert products(rewriter, "forward") == forward
     assert products(rewriter, "backward") == ["grouped_matmul", "split_glu", "join_glu"]
-    fast, rewriter, _ = compiled(Separate(), fuse_rounding=True, replace="raised")
+    (backward,) = [r for r in rewriter.regions if r.part == "backward" and r.raisings]
+    assert [s.kernel for s in backward.plan.steps] == ["sm90.grouped_gemm_dglu"], "and nothing is copied for it"
+
+
+def saved_shapes(model, rows, counts, **options):
+    """Shapes of what the forward keeps for the backward, inputs of the model aside."""
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor)
+        return tensor
+
+    fast, _, _ = compiled(model, replace="raised", arch="sm90", **options)
+    x = torch.randn(rows, H, dtype=BF16, requires_grad=True)
+    given = {t.untyped_storage().data_ptr() for t in (x, *model.parameters())}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = fast(x, torch.tensor(counts))
+    y.sum().backward()
+    return sorted(tuple(t.shape) for t in seen if t.untyped_storage().data_ptr() not in given)
+
+
+@pytest.mark.parametrize("model_type", [Separate, Torchtitan, Fused])
+@pytest.mark.parametrize("rows", [20, 100, 352])
+def test_the_backward_is_given_h_and_the_activation_and_no_copy_of_a_weight(model_type, rows, seed):
+    h, act, offsets = (rows, 2 * I), (rows, I), (L,)
+    counts = [rows - 8, 0, 8]
+    assert saved_shapes(model_type(), rows, counts) == sorted([h, act, offsets])
+    assert saved_shapes(model_type(), rows, counts, save="preactivation") == sorted([h, offsets])
+
+
+def test_an_activation_that_is_not_saved_is_written_by_the_fused_backward(seed, assert_close):
+    model = Separate()
+    fast, rewriter, _ = compiled(model, replace="raised", arch="sm90", save="preactivation")
+    for one, two in zip(step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
+        assert_close("gradient", one, two, 2e-2)
+    (backward,) = [r for r in rewriter.regions if r.part == "backward" and r.raisings]
+    (fused,) = backward.plan.steps
+    assert fused.kernel == "sm90.grouped_gemm_dglu" and "activation" in fused.buffers
+
+
+def test_without_gradients_nothing_is_merged_for_a_backward(seed):
+    fast, rewriter, _ = compiled(Separate(), arch="sm90", disable=["grouped_gemm_glu"])
     with torch.no_grad():
-        fast(torch.randn(20, H, dtype=BF16), torch.tensor([8, 0, 12]))
-    assert products(rewriter, "forward") == ["grouped_matmul", "split_glu"], "without gradients too"
+        fast(torch.randn(352, H, dtype=BF16), torch.tensor([300, 0, 52]))
+    assert not rewriter.merges
+
+
+@pytest.mark.parametrize("how", ["config", "options"])
+def test_roundings_follow_inductors_own_setting(how, seed):
+    """torch.compile drops roundings between fused pointwise ops unless emulate_precision_casts; so do we."""
+    assert Options.of({}).fuses_rounding and not Options.of({"fuse_rounding": False}).fuses_rounding
+    with inductor_config.patch(emulate_precision_casts=how == "config"):
+        given = {} if how == "config" else {"emulate_precision_casts": True}
+        assert not Options.of(given).fuses_rounding
+        assert Options.of({**given, "fuse_rounding": True}).fuses_rounding, "which was asked for by name"
+        if how == "config":
+            model = Fused()
+            exact, rewriter, _ = compiled(model, replace="raised", arch="sm90")
+            for got, eager in zip(step(exact, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
+                assert torch.equal(got, eager)
+            assert not any(r.raisings for r in rewriter.regions)
 
 
 @pytest.mark.parametrize("model_type", [Columns, OtherRows])
 def test_what_cannot_be_merged_is_read_as_halves_side_by_side(model_type, seed, assert_close):
     model = model_type()
-    fast, rewriter, _ = compiled(model, fuse_rounding=True, replace="raised")
+    fast, rewriter, _ = compiled(model, replace="raised")
     got, eager = step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])
     for one, two in zip(got, eager):
         assert_close("gradient", one, two, 2e-2)
@@ -491,7 +599,7 @@ def test_nothing_is_merged_where_no_kernel_could_use_it(seed):
     """On the CPU, and on sm80, nothing fuses: the code stays as it was written, bit for bit."""
     model = Separate()
     for arch in (None, "sm80"):
-        fast, _, _ = compiled(model, fuse_rounding=True, arch=arch)
+        fast, _, _ = compiled(model, arch=arch)
         for got, eager in zip(step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
             assert torch.equal(got, eager)
 
