@@ -1,4 +1,4 @@
-"""Compiles the kernels of the collected tests before the first one runs, and writes the record of the run.
+"""Compiles the kernels of the collected tests before the first one that needs them, and writes the run's record.
 
 A test module says what its tests launch: `kernels_of(item)` gives an item's configurations. They are compiled in
 parallel into the kernel cache that the library uses (OPFUSE_CACHE_DIR, or the user's cache folder), so that a second
@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,32 +51,41 @@ def kernels_of(items: list[pytest.Item]) -> list[Any]:
     return list(found)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that declare no kernels first: they run while the kernels of the others are compiled."""
+    items.sort(key=lambda item: hasattr(item.module, "kernels_of"))  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compiled_kernels(request: pytest.FixtureRequest) -> None:
-    """Every kernel that the selected tests declare is in the cache."""
+def kernels(request: pytest.FixtureRequest) -> Iterator[Future[Any] | None]:
+    """What becomes of the kernels that the selected tests declare: `parallel_build.Built`."""
     import torch
 
     if not torch.cuda.is_available() or not (wanted := kernels_of(request.session.items)):
+        yield None
         return
     import parallel_build  # type: ignore[import-not-found]
 
-    built = parallel_build.fill(parallel_build.adapter(wanted[0]).kernel_cache().folder, wanted)
-    MEASURED["kernels"] = {"found": built.found, "compiled": built.compiled, "failed": len(built.failed),
-                           "seconds": round(built.seconds, 1), "processes": built.processes}  # fmt: skip
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(f"\n{built}")
+    folder = parallel_build.adapter(wanted[0]).kernel_cache().folder
+    with ThreadPoolExecutor(1) as background:
+        yield background.submit(parallel_build.fill, folder, wanted)
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test of a module that declares its kernels leaves the device in order, and compiles none but those."""
-    if not hasattr(request.module, "kernels_of"):
+def kernels_and_device(request: pytest.FixtureRequest, kernels: Future[Any] | None) -> Iterator[None]:
+    """A test of a module that declares its kernels finds them compiled, compiles no other, and leaves the device in
+    order."""
+    if kernels is None or not hasattr(request.module, "kernels_of"):
         yield
         return
     import torch
     from opfuse.kernels.hopper import grouped_dglu
 
+    if "kernels" not in MEASURED:
+        built = kernels.result()
+        MEASURED["kernels"] = {"found": built.found, "compiled": built.compiled, "failed": len(built.failed),
+                               "seconds": round(built.seconds, 1), "processes": built.processes}  # fmt: skip
+        print(built)
     cache = grouped_dglu.kernel_cache()
     before = cache.compiles
     yield
