@@ -138,7 +138,8 @@ def test_a_nan_in_the_pre_activation_shows(act: str, output: str) -> None:
     apart, _ = build(case, fused=False)
     inputs = operands(case, SEED)
     inputs["c"][5, 3], inputs["c"][300, 40] = float("nan"), float("nan")  # a gate and an up
-    got, want = graph(inputs)[output], apart(inputs)[output]
+    own = slice(0, sum(case.splits[0])) if output == "d" else slice(None)  # unfused, NaN shows in rows of no group too
+    got, want = graph(inputs)[output][own], apart(inputs)[output][own]
     assert bool(want.isnan().any()) and torch.equal(got.isnan(), want.isnan()), f"{output}, seed {SEED}"
 
 
@@ -296,7 +297,7 @@ def test_c64_c75_capture_and_replay_with_changed_contents(name: str) -> None:
     case = CASES[name]
     graph, _ = build(case)
     apart, _ = build(case, fused=False)
-    inputs = operands(case, SEED)
+    inputs = operands(replace(case, sizes=case.splits[0], tail=0), SEED)
     passed = as_passed(case, inputs)
     rows = inputs["a"].shape[0]
     buffers = poisoned(case, rows)
