@@ -136,7 +136,10 @@ class Finish:
 
     @cute.jit
     def _slots(self, offsets, expert: Int32, rows: Int32, shared, thread: Int32):
-        """(first partial slot, slots) of an expert: every thread adds up some experts before it."""
+        """(first partial slot, slots) of an expert: every thread adds up some experts before it.
+
+        No more slots than there are, should the offsets descend.
+        """
         before = Int32(0)
         for i in cutlass.range((expert + FINISH_THREADS - 1) // FINISH_THREADS):
             e = i * FINISH_THREADS + thread
@@ -153,8 +156,10 @@ class Finish:
         for w in cutlass.range_constexpr(FINISH_THREADS // 32):
             total += table[w]
         cute.arch.sync_threads()
+        most = rows // self.step_m + cute.size(offsets)
+        total = cutlass.min(total, most)
         per_tile = self.config.schedule.cluster_m * self.parts_a_slot
-        return total * per_tile, self._tiles(offsets, expert, rows) * per_tile
+        return total * per_tile, cutlass.min(self._tiles(offsets, expert, rows), most - total) * per_tile
 
     @cute.jit
     def _tiles(self, offsets, expert: Int32, rows: Int32):

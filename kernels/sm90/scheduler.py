@@ -29,21 +29,30 @@ def rows_of(offsets: cute.Tensor, expert: Int32, rows: Int32):
     """(first row, end row) of an expert: inside the tensor whatever the offsets say, and none where they descend."""
     begin = Int32(0)
     if expert > 0:
-        begin = cutlass.min(offsets[expert - 1], rows)
+        begin = cutlass.max(cutlass.min(offsets[expert - 1], rows), begin)
     return begin, cutlass.max(cutlass.min(offsets[expert], rows), begin)
 
 
 @cute.jit
 def load_window(
     offsets: cute.Tensor, base: Int32, experts: Int32, rows: Int32, tile_m: cutlass.Constexpr,
-    cluster_m: cutlass.Constexpr,
+    cluster_m: cutlass.Constexpr, taken: Int32 = 0,
 ):  # fmt: skip
-    """This lane's expert of the window at `base`: (first row, end row, cluster tiles in M, their inclusive prefix)."""
+    """This lane's expert of the window at `base`: (first row, end row, cluster tiles in M, their inclusive prefix).
+
+    `taken` rows belong to earlier experts. An expert begins where the largest end offset before it lies: groups never
+    overlap, so that tiles and partial slots are as few as their buffers have room for, whatever the offsets say.
+    """
     lane = cute.arch.lane_idx()
     expert = base + lane
-    begin, end = Int32(0), Int32(0)
+    end = Int32(taken)
     if expert < experts:
-        begin, end = rows_of(offsets, expert, rows)
+        end = cutlass.max(cutlass.min(offsets[expert], rows), end)
+    for step in cutlass.range_constexpr(5):
+        end = cutlass.max(end, cute.arch.shuffle_sync_up(end, 1 << step))  # a lane without a source reads itself
+    begin = cute.arch.shuffle_sync_up(end, 1)
+    if lane == 0:
+        begin = Int32(taken)
     tiles = cluster_tiles_m(end - begin, tile_m, cluster_m)
     prefix = tiles
     for step in cutlass.range_constexpr(5):
@@ -73,7 +82,8 @@ def locate(
     while tile >= total * tiles_n and base + 32 < experts:
         base += 32
         before = total
-        begin, end, tiles, prefix = load_window(offsets, base, experts, rows, tile_m, cluster_m)
+        taken = cute.arch.shuffle_sync(end, 31)
+        begin, end, tiles, prefix = load_window(offsets, base, experts, rows, tile_m, cluster_m, taken)
         total = before + cute.arch.shuffle_sync(prefix, 31)
     past = cute.arch.vote_ballot_sync((before + prefix) * tiles_n > tile)
     # The first lane whose prefix passes the tile: bits below the lowest set one.

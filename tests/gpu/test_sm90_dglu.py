@@ -271,3 +271,27 @@ def test_past_two_to_the_31_elements():
     harness.launch(config, small)
     torch.cuda.synchronize()
     assert harness.relative(small["d"], harness.oracle(config, small)["d"]) < 3e-3
+
+
+@pytest.mark.parametrize(
+    "offsets", [[-5, 300, -100, 512], [512, 0] * 8, [-(2**31), 2**31 - 1] * 4, [7, 7, 3, 600]], ids=str
+)
+def test_offsets_that_descend_write_nothing_outside(offsets):
+    """Whatever the offsets hold, what lies behind every output, the inputs and the workspace stays."""
+    config = CASES["deterministic"]
+    sizes = [512] + [0] * (len(offsets) - 1)
+    t = harness.make(config, sizes, 128, 256)
+    poisons = {name: harness.POISON for name in ("dy", "c", "d", "dprob", "prob", "dbias", "amax")} | {
+        "workspace": 0xA5
+    }
+    guards = {}
+    for name, poison in poisons.items():
+        x, edge = t[name], 512 if name == "workspace" else 32
+        whole = torch.full((x.shape[0] + 2 * edge, *x.shape[1:]), poison, dtype=x.dtype, device="cuda")
+        whole[edge:-edge] = x
+        guards[name], t[name] = (whole[:edge], whole[-edge:]), whole[edge:-edge]
+    t["offsets"].copy_(torch.tensor(offsets))
+    harness.launch(config, t)
+    torch.cuda.synchronize()
+    for name, bands in guards.items():
+        assert all(bool((band == poisons[name]).all()) for band in bands), name
