@@ -20,6 +20,7 @@ from ..builder import Tensor
 from ..graph import Graph
 from ..ir.dims import Dim
 from ..ir.dtypes import DataType
+from ..ir.errors import StateError
 from ..ir.layouts import SCALE_ATOM_ROWS, ScaleLayout
 from ..outputs import Outputs
 from .configuration import MXFP8_BLOCK, MlpConfig
@@ -230,6 +231,11 @@ class GraphCache:
                 self._graphs.move_to_end(key)
             return found
 
+    def graphs(self) -> list[BuiltGraph]:
+        """Those that are held, the most recently used last."""
+        with self._lock:
+            return [*self._graphs.values()]
+
     def clear(self) -> None:
         """Forgets every graph."""
         with self._lock:
@@ -244,5 +250,20 @@ GRAPHS = GraphCache()
 
 
 def graph_of(key: Forward | Backward) -> BuiltGraph:
-    """The built graph of `key`. The first build for a configuration logs what stays unfused."""
-    return GRAPHS.get(key, lambda: key.declare().build())
+    """The built graph of `key`. The first build for a configuration logs what stays unfused.
+
+    Raises StateError("BUILD_IN_CAPTURE") where that would be inside CUDA graph capture.
+    """
+
+    def build() -> Graph:
+        if key.config.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "BUILD_IN_CAPTURE",
+                asked="an expert MLP in CUDA graph capture",
+                seen=f"its {type(key).__name__.lower()} graph is not built for these types, strides and alignments",
+                required="one call, forward and backward, with the same buffers before the capture",
+                hint="torch.cuda.make_graphed_callables warms up by itself; torch.cuda.graph does not",
+            )
+        return key.declare().build()
+
+    return GRAPHS.get(key, build)

@@ -69,7 +69,9 @@ def grouped_mlp(
     the sum belong to no expert; their outputs and gradients are zero. `save`: what the backward finds of the
     activation (M, I): "activation" itself, "preactivation" (computed again from h), or "inputs" (h as well).
 
-    On a GPU nothing is read on the host, so token counts are not checked there. Raises VariantPackError.
+    On a GPU nothing is read on the host, so token counts are not checked there, and forward and backward can be part of
+    a CUDA graph: after one call outside it, which builds the kernels, one capture serves every `tokens_per_expert` of
+    as many rows. Declared types hold under autocast too. Raises VariantPackError; StateError in capture before a build.
     """
     layout = as_layout(glu_layout)
     check_tag(w1, layout, "w1 of grouped_mlp")
@@ -104,7 +106,8 @@ class GroupedMLP(nn.Module):
 
     `glu_layout` is the order in which the kernels read w1's rows, `checkpoint_layout` that of state_dict, which never
     changes: saving and loading convert. A state_dict that says it has another layout is converted from that one. Other
-    options as grouped_mlp's. The bias is always None: these experts have none.
+    options as grouped_mlp's. The bias is always None: these experts have none. (torch.cuda.make_graphed_callables takes
+    functions of tensors to tensors: give it a module that returns `experts(*args)[0]`.)
     """
 
     def __init__(

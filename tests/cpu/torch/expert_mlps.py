@@ -31,14 +31,20 @@ def activation(gate: torch.Tensor, up: torch.Tensor, act: str, p: dict[str, floa
     return b1 * (gate / b1).tanh() * gate.sigmoid() * b2 * (up / b2).tanh()
 
 
+def rounded(h: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """h as `dtype` holds it, with the derivative of h."""
+    return h + (h.detach().to(dtype).to(h.dtype) - h.detach())
+
+
 def plain_mlp(
-    x: Any, counts: Any, w1: Any, w2: Any, prob: Any, act: str, layout: GluLayout, p: dict[str, float]
-) -> Any:
-    """The expert MLP as a loop over experts; rows past the counts give zero."""
+    x: Any, counts: Any, w1: Any, w2: Any, prob: Any, act: str, layout: GluLayout, p: dict[str, float],
+    dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """The expert MLP as a loop over experts, h rounded to `dtype`; rows past the counts give zero."""
     parts, start = [], 0
     for expert, count in enumerate(counts.tolist()):
         rows = slice(start, start + count)
-        a = activation(*gate_up(x[rows] @ w1[expert].T, layout), act, p)
+        a = activation(*gate_up(rounded(x[rows] @ w1[expert].T, dtype), layout), act, p)
         parts.append((a if prob is None else a * prob[rows, None]) @ w2[expert].T)
         start += count
     return torch.cat([*parts, x.new_zeros(x.shape[0] - start, x.shape[1])])
@@ -66,7 +72,7 @@ class Case:
         """y and every gradient in float64, by name."""
         wide = {name: t.detach().double().requires_grad_() for name, t in self.leaves.items()}
         y = plain_mlp(wide["x"], self.counts, wide["w1"], wide["w2"], wide.get("prob"), self.act, self.layout,
-                      self.parameters)  # fmt: skip
+                      self.parameters, self.x.dtype)  # fmt: skip
         y.backward(dy.double())
         return {
             "y": y.detach(),
