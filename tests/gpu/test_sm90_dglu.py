@@ -281,9 +281,7 @@ def test_offsets_that_descend_write_nothing_outside(offsets):
     config = CASES["deterministic"]
     sizes = [512] + [0] * (len(offsets) - 1)
     t = harness.make(config, sizes, 128, 256)
-    poisons = {name: harness.POISON for name in ("dy", "c", "d", "dprob", "prob", "dbias", "amax")} | {
-        "workspace": 0xA5
-    }
+    poisons = dict.fromkeys(("dy", "c", "d", "dprob", "prob", "dbias", "amax"), harness.POISON) | {"workspace": 0xA5}
     guards = {}
     for name, poison in poisons.items():
         x, edge = t[name], 512 if name == "workspace" else 32
