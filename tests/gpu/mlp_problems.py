@@ -15,7 +15,7 @@ import pytest
 import torch
 from opfuse.graph_ops import GluLayout
 from opfuse.graph_ops.planner import make_plan
-from opfuse.graph_ops.torch import grouped_mlp, ops
+from opfuse.graph_ops.torch import grouped_mlp
 from opfuse.graph_ops.torch.graphs import Backward, Forward
 from opfuse.graph_ops.torch.mlp import activation_parameters
 from opfuse.kernels.arch import ARCHES
@@ -23,7 +23,7 @@ from opfuse.kernels.registry import KERNELS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu" / "torch"))
 
-from expert_mlps import Case, random_case, relative
+from expert_mlps import Case, random_case, relative  # type: ignore[import-not-found]
 
 DEVICE = "cuda"
 SEED = int(os.environ.get("OPFUSE_SEED", int.from_bytes(os.urandom(3), "little")))
@@ -98,21 +98,24 @@ UNDISTURBED = ("swiglu, concatenated", "swiglu, interleaved(32)", "rows of no ex
 """Problems that must neither wait for the GPU nor break in a CUDA graph."""
 
 
+_OPS: Any = importlib.import_module("opfuse.graph_ops.torch.ops")
+
+
 def keys_of(problem: Problem) -> list[Forward | Backward]:
     """The graphs that a step of `problem` runs, found by a step on the CPU, for device cuda."""
     seen: list[Forward | Backward] = []
-    held = ops.graph_of
+    held = _OPS.graph_of
 
     def recording(key: Forward | Backward) -> Any:
         seen.append(replace(key, config=replace(key.config, device=torch.device("cuda", 0))))
         return held(key)
 
-    ops.graph_of = recording
+    _OPS.graph_of = recording
     try:
         case = problem.case("cpu")
         problem.step(case, torch.randn_like(case.x))
     finally:
-        ops.graph_of = held
+        _OPS.graph_of = held
     return seen
 
 
@@ -124,6 +127,7 @@ def kernels_of(item: pytest.Item) -> Iterator[Any]:
     for key in keys_of(problem) if IS_HOPPER else ():
         for step in make_plan(key.declare().operation_graph(), ARCHES["sm90"]).fused_steps:
             module: Any = importlib.import_module(entries[step.kernel].module)
+            assert step.match is not None
             yield module.support.scheduled(step.match.problem, step.variant)
 
 

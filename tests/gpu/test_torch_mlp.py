@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlp_problems import (
+from mlp_problems import (  # type: ignore[import-not-found]
     BOUNDS,
     DEVICE,
     IS_HOPPER,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
-from mlp_problems import (
+from mlp_problems import (  # type: ignore[import-not-found]
     DEVICE,
     PROBLEMS,
     SEED,
@@ -167,6 +168,7 @@ def test_make_graphed_callables_takes_the_module(recipe: str | None) -> None:
         x, tokens, probs = inputs(counts)
         dy = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
         found = []
+        experts: Any
         for experts in (graphed, lambda *args: plain(*args)[0]):
             for tensor in (x, probs, *plain.parameters(), *model.parameters()):
                 tensor.grad = None

@@ -102,6 +102,23 @@ def test_draws_both_curves(train, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_draws_curves_that_were_written_on_another_machine(train, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "losses.json"
+    path.write_text(json.dumps({"torch": [3.0, 2.0], "opfuse": [3.0, 2.1]}))
+    assert train[1](1, "--draw", str(path)) == 0
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bfloat16_experts_of_another_size_agree(train, tmp_path):
+    path = tmp_path / "report.json"
+    sizes = ["--hidden", "32", "--intermediate", "96", "--experts", "3", "--sequences", "4", "--length", "48"]
+    assert train[1](4, "--data-type", "bfloat16", "--report-json", str(path), *sizes) == 0
+    report = json.loads(path.read_text())
+    assert report["shape"]["experts"] == 3 and report["shape"]["data_type"] == "bfloat16" and not report["failures"]
+    assert all(run["tokens_per_second"] > 10 for run in report["backends"].values())
+
+
 def test_fails_on_a_wrong_derivative(train, monkeypatch, capsys):
     sample, run = train
     backward = sample.expert_mlp_backward
@@ -118,8 +135,8 @@ def test_fails_on_a_gradient_that_is_a_tenth_of_a_percent_off(name, parameter, t
     sample, run = train
 
     class Spoiled(sample.OpfuseExpertMLP):
-        def __init__(self, device):
-            super().__init__(device)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             right = self.backward
             self.backward = lambda pack: {**(out := right(pack)), name: out[name] * 1.001}
 

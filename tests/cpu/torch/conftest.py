@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from expert_mlps import Case, random_case, relative
+from expert_mlps import Case, random_case, relative  # type: ignore[import-not-found]
 
 SEED = int.from_bytes(os.urandom(3), "little")
 """A fresh seed each run; every assertion's message has it. Set OPFUSE_SEED to repeat a run."""
