@@ -7,9 +7,10 @@ three kinds of routing: as the router says, nearly all to one expert, and nothin
 Exits with 1 if a check fails.
 
     torchrun --standalone --nproc-per-node 2 samples/expert_parallel.py [FILE] [--tokens 512] [--device cuda]
+    ... --data-type bfloat16 --hidden 2048 --intermediate 768 --experts 64 --tokens 8192 --json FILE
 
-How many rows each rank gets is known on the devices only, and an all-to-all of uneven parts wants to know it on the
-host: one read of W counts a layer and step. The experts themselves read nothing there.
+How many rows each rank gets is known on the devices only, and torch's all-to-all of uneven parts wants to know it on
+the host, NCCL's too: one read of 2 W counts a layer and step. The experts themselves read nothing there.
 
 Axis letters: W ranks, T tokens of a rank, k experts a token, L experts of all ranks, E of one, R rows that a rank
 receives, H hidden, I intermediate.
@@ -18,6 +19,7 @@ receives, H hidden, I intermediate.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -25,6 +27,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,7 +146,9 @@ def reference(model: ExpertParallelMLP, x: torch.Tensor, dy: torch.Tensor, bias:
     router = model.router.weight.detach().double()
     for leaf in (all_x, w1, w2, router):
         leaf.requires_grad_()
-    expert = choose(model.router(all_x.detach().to(x.dtype)), bias)[1]  # the choice itself, in the model's type
+    # The choice itself in the model's type, and rank by rank: a product of other sizes may round otherwise.
+    parts = all_x.detach().to(x.dtype).chunk(dist.get_world_size())
+    expert = torch.cat([choose(model.router(part), bias)[1] for part in parts])  # (W T, k)
     probs = (all_x @ router.T + bias).softmax(-1).gather(1, expert)
     probs = probs / probs.sum(-1, keepdim=True)
     y = torch.zeros_like(all_x)
@@ -201,23 +206,46 @@ def main() -> int:
         dy = torch.randn(options.tokens, options.hidden).to(device, dtype)
 
         failures: list[str] = []
+        measured: list[dict[str, Any]] = []
         for routing in ROUTINGS if world > 1 else ROUTINGS[:2]:  # a rank alone is the last one too
             bias = routing_bias(routing, options.experts, model.local, device)
             step = run_step(model, x, dy, bias)
             largest, found = compare(step, reference(model, x, dy, bias), BOUNDS[dtype])
             rows = gather(received_rows(model, x, bias))
             seconds = time_steps(model, x, dy, bias, options.repeats)
+            rate = world * options.tokens / seconds
+            measured.append({"routing": routing, "rows_per_rank": rows.tolist(), "difference": largest,
+                             "milliseconds": 1e3 * seconds, "tokens_per_second": rate})  # fmt: skip
             if rank == 0:
                 print(f"{routing}: rows per rank {rows.tolist()}, largest relative difference {largest:.1e} "
-                      f"(bound {BOUNDS[dtype]:.0e}), {world * options.tokens / seconds:,.0f} tokens/s")  # fmt: skip
+                      f"(bound {BOUNDS[dtype]:.0e}), {rate:,.0f} tokens/s", flush=True)  # fmt: skip
             failures += [f"{routing}: {failure}" for failure in found]
         for failure in failures:
             print(f"FAILED: {failure}", file=sys.stderr)
         total = torch.tensor([len(failures)], device=device)
         dist.all_reduce(total)
         if rank == 0:
+            if options.json:
+                write_record(options, world, device, measured, int(total))
             print(f"{int(total)} checks failed" if int(total) else "all checks passed")
         return 1 if int(total) else 0
+
+
+def write_record(options: argparse.Namespace, world: int, device: torch.device, measured: list[dict[str, Any]],
+                 failed: int) -> None:  # fmt: skip
+    """What was run and measured, of rank 0 and for all ranks, as JSON."""
+    sizes = {name: getattr(options, name) for name in ("tokens", "experts", "hidden", "intermediate", "data_type")}
+    record = {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "torch": str(torch.__version__),
+        "backend": dist.get_backend(),
+        "ranks": world,
+        "top_k": TOP_K,
+        **sizes,
+        "routings": measured,
+        "checks_failed": failed,
+    }
+    Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def received_rows(model: ExpertParallelMLP, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -229,7 +257,9 @@ def received_rows(model: ExpertParallelMLP, x: torch.Tensor, bias: torch.Tensor)
 
 
 def time_steps(model: ExpertParallelMLP, x: torch.Tensor, dy: torch.Tensor, bias: torch.Tensor, repeats: int) -> float:
-    """Seconds of one step, forward and backward, all ranks together."""
+    """Seconds of one step, forward and backward, all ranks together: what the slowest takes."""
+    if x.is_cuda:
+        torch.cuda.synchronize()
     dist.barrier()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -249,11 +279,13 @@ def process_group(device: str) -> Iterator[torch.device]:
         torch.cuda.set_device(chosen)
     else:
         torch.set_num_threads(1)  # ranks share the machine
+    bound = chosen if chosen.type == "cuda" else None  # a GPU a rank: collectives need not guess it
     with tempfile.TemporaryDirectory() as folder:
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, device_id=bound)
         else:
-            dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+            dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1,
+                                    device_id=bound)  # fmt: skip
         try:
             yield chosen
         finally:
@@ -271,6 +303,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data-type", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=3, help="steps to time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="PATH", help="write what was measured")
     return parser.parse_args()
 
 

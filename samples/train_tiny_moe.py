@@ -7,7 +7,7 @@ step and the loss of every step must agree. Exits with 1 if they do not, or if t
     python samples/train_tiny_moe.py --device cuda --data-type bfloat16 --hidden 1024 --intermediate 512 --experts 16
 
 With bfloat16 the experts' rows and weights are rounded to it, and all else stays float32: plain torch then rounds
-inside the activation where opfuse does not, so the bounds are wider. `--draw FILE` draws curves that were written before.
+inside the activation where opfuse does not, so the bounds are wider. `--draw FILE` draws what `--loss-json` wrote.
 
 Axis letters: B sequences, S bytes of each, T = B * S tokens, V byte values, H hidden, I intermediate, L experts,
 M rows of the experts (two per token, and padding).

@@ -191,7 +191,7 @@ def test_c104_c106_torch_compile_with_our_backend() -> None:
 
 
 def test_hugging_face_experts() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
     from opfuse.graph_ops.torch import hf
 
     hf.register()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 
-def test_two_ranks_agree_with_one_process(samples_folder, environment):
+def test_two_ranks_agree_with_one_process(samples_folder, environment, tmp_path):
+    path = tmp_path / "record.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                str(samples_folder / "expert_parallel.py"), "--device", "cpu", "--tokens", "96", "--experts", "4",
-               "--hidden", "32", "--intermediate", "48", "--repeats", "1"]  # fmt: skip
+               "--hidden", "32", "--intermediate", "48", "--repeats", "1", "--json", str(path)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -21,6 +23,9 @@ def test_two_ranks_agree_with_one_process(samples_folder, environment):
     assert all(int(a) + int(b) == 2 * 96 * 2 for a, b in rows)
     assert rows[2][1] == "0", "the last rank's experts get nothing"
     assert int(rows[0][0]) and int(rows[0][1])
+    record = json.loads(path.read_text())
+    assert (record["ranks"], record["backend"], record["checks_failed"]) == (2, "gloo", 0)
+    assert [r["rows_per_rank"] for r in record["routings"]] == [[int(n) for n in pair] for pair in rows]
 
 
 @pytest.fixture
