@@ -20,7 +20,7 @@ from torch._inductor.utils import fresh_inductor_cache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu" / "torch"))
 
-from plain_moe import Fused, Separate, Torchtitan, oracle, step
+from plain_moe import Fused, Separate, Torchtitan, oracle, step  # type: ignore[import-not-found]
 
 compile_backend = importlib.import_module("opfuse.graph_ops.torch.compile.backend")
 

@@ -133,7 +133,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 def _nbytes(node: fx.Node) -> int:
     """Bytes of the node's tensor; a symbolic extent counts as what it was when it was traced."""
-    extents = [d if isinstance(d, int) else d.node.hint or NOMINAL_EXTENT for d in _shape(node)]
+    extents = [d if isinstance(d, int) else (d.node.has_hint() and d.node.hint) or NOMINAL_EXTENT for d in _shape(node)]
     return math.prod(int(d) for d in extents) * int(value_of(node).element_size())
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_moe import BF16, Experts, Fused, H, I, L, Separate, Torchtitan, compiled, mm, raisings, step
+from plain_moe import BF16, Experts, Fused, H, I, L, Separate, Torchtitan, compiled, mm, raisings, step  # type: ignore[import-not-found]
+from torch.utils.checkpoint import checkpoint
 
 
 def products(rewriter, part):
@@ -115,3 +116,27 @@ def test_nothing_is_merged_where_no_kernel_could_use_it(seed):
         fast, _, _ = compiled(model, arch=arch)
         for got, eager in zip(step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
             assert torch.equal(got, eager)
+
+
+@pytest.mark.parametrize("model_type", [Separate, Fused])
+@pytest.mark.parametrize("rows", [20, 352])
+def test_a_users_checkpoint_keeps_nothing_and_fuses(model_type, rows, seed, assert_close):
+    """Everything in it is computed again in the backward, h side by side as well."""
+    inner = model_type()
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, counts):
+            return checkpoint(self.inner, x, counts, use_reentrant=False)
+
+    counts = [rows - 8, 0, 8]
+    model = Checkpointed()
+    assert saved_shapes(model, rows, counts) == [(L,)], "the counts"
+    fast, rewriter, _ = compiled(model, replace="raised", arch="sm90")
+    for one, two in zip(step(fast, rows, counts), step(inner, rows, counts)):
+        assert_close("gradient", one, two, 2e-2)
+    kernels = [s.kernel for r in rewriter.regions if r.part == "backward" and r.plan for s in r.plan.fused_steps]
+    assert kernels == ["sm90.grouped_gemm_dglu"]

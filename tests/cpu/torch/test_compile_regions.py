@@ -15,7 +15,7 @@ from opfuse.graph_ops.torch.compile.regions import (
 )
 from opfuse.graph_ops.torch.compile.spellings import NotImportable
 from opfuse.kernels.arch import ARCHES
-from plain_moe import BF16, SPELLINGS, step
+from plain_moe import BF16, SPELLINGS, step  # type: ignore[import-not-found]
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import unset_fake_temporarily

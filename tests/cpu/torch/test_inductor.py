@@ -116,19 +116,23 @@ def test_gate_and_up_of_two_weights_are_copied_once_and_nothing_else_is(seed, as
     )
 
 
-def test_a_pass_of_the_users_own_runs_too(seed):
+def test_passes_and_settings_of_the_users_own_reach_inductor(seed):
+    """From the configuration and from `options`, where everything that is not ours is Inductor's."""
     seen = []
 
     class Own(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def __init__(self, name):
+            self.name = name
+
         def __call__(self, graph):
-            seen.append(len(graph.nodes))
+            ours = any(n.target is torch.ops.opfuse.run_graph.default for n in graph.nodes)
+            seen.append((self.name, ours, inductor_config.max_fusion_size))
 
         def uuid(self):
-            return "own"
+            return self.name
 
-    with inductor_config.patch(post_grad_custom_pre_pass=Own()):
-        step(
-            torch.compile(experts, backend="opfuse", fullgraph=True, options={"replace": "raised"}),
-            20,
-        )
-    assert len(seen) == 2
+    options = {"replace": "raised", "post_grad_custom_post_pass": Own("options"),
+               "max-fusion-size": 63}  # fmt: skip
+    with inductor_config.patch(post_grad_custom_pre_pass=Own("configuration")):
+        step(torch.compile(experts, backend="opfuse", fullgraph=True, options=options), 20)
+    assert seen == [("configuration", False, 63), ("options", True, 63)] * 2, "forward, then backward"
