@@ -195,11 +195,18 @@ class Rewriter:
             return Region(part, names, found.graph, plan, raisings, unrounded=found.unrounded), found
         if reading.nearest is not None:
             plan = self._plan(reading.nearest.graph, self._arch(region))
-            return Region(part, names, reading.nearest.graph, plan, reason="its GLU does not raise to one node"), None
+            return Region(part, names, reading.nearest.graph, plan, reason=self._why_not_raised(region, part)), None
         declined = reading.declined
         return Region(
             part, names, reason=str(declined) if declined is not None else "no GLU is beside the matmul"
         ), None
+
+    def _why_not_raised(self, region: tuple[fx.Node, ...], part: str) -> str:
+        if not self.options.fuses_rounding:
+            loose = Rewriter(replace(self.options, fuse_rounding=True))._reading(region, part).best
+            if loose is not None:
+                return f"eager's roundings inside its GLU are kept (fuse_rounding): {', '.join(loose[0].unrounded)}"
+        return "its GLU does not raise to one node"
 
     def _reading(self, region: tuple[fx.Node, ...], part: str) -> _Reading:
         outputs = outputs_of(region)

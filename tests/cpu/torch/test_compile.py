@@ -61,6 +61,8 @@ def test_without_leave_no_rounding_moves(spelling, seed, assert_close):
         assert torch.equal(got, eager), f"seed {seed}"
     found = raisings(rewriter)
     assert found == {"forward": [], "backward": []}
+    kept = [r.reason for r in rewriter.regions if r.plan is not None]
+    assert kept and all(r.startswith("eager's roundings inside its GLU are kept (fuse_rounding): ") for r in kept), kept
     reasons = {reason.code for region in rewriter.regions if region.plan is not None
                for verdict in region.plan.report.verdicts for reason in verdict.reasons}  # fmt: skip
     assert "RAISE_ROUNDING" in reasons
