@@ -184,7 +184,8 @@ def test_c104_c106_torch_compile_with_our_backend() -> None:
             y = function(x, tokens)
             found.append((y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)))
         for name, one, other in zip(("y", "x", "w13", "w2"), *found):
-            # Eager leaves the weights' gradients of experts without rows as its kernel does.
+            if name.startswith("w"):  # eager leaves the gradients of experts without rows as its kernel does
+                one, other = one[tokens > 0], other[tokens > 0]
             assert relative(one, other) <= BOUNDS[torch.bfloat16], f"{name} with {counts} (seed {SEED})"
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     torch._dynamo.reset()
