@@ -6,7 +6,7 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from opfuse.graph_ops.torch import grouped_mlp
 from opfuse.graph_ops.torch.graphs import Backward, Forward
 from opfuse.graph_ops.torch.mlp import activation_parameters
 from opfuse.kernels.arch import ARCHES
+from opfuse.kernels.hopper.grouped_dglu import kernel_cache
 from opfuse.kernels.registry import KERNELS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu" / "torch"))
@@ -101,8 +102,8 @@ UNDISTURBED = ("swiglu, concatenated", "swiglu, interleaved(32)", "rows of no ex
 _OPS: Any = importlib.import_module("opfuse.graph_ops.torch.ops")
 
 
-def keys_of(problem: Problem) -> list[Forward | Backward]:
-    """The graphs that a step of `problem` runs, found by a step on the CPU, for device cuda."""
+def keys_of(problem: Problem, learns: Sequence[str] = ("x", "w1", "w2", "prob")) -> list[Forward | Backward]:
+    """The graphs that a step of `problem` runs, and its forward without gradients, found by running them on the CPU."""
     seen: list[Forward | Backward] = []
     held = _OPS.graph_of
 
@@ -113,22 +114,49 @@ def keys_of(problem: Problem) -> list[Forward | Backward]:
     _OPS.graph_of = recording
     try:
         case = problem.case("cpu")
-        problem.step(case, torch.randn_like(case.x))
+        for name, leaf in case.leaves.items():
+            leaf.requires_grad_(name in learns)
+        problem.forward(case).sum().backward()
+        with torch.no_grad():
+            problem.forward(case)
     finally:
         _OPS.graph_of = held
     return seen
 
 
-def kernels_of(item: pytest.Item) -> Iterator[Any]:
-    """The configurations of the kernels that a test launches, for whoever compiles them before it runs."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    problem = parameters.get("problem") or PROBLEMS.get(parameters.get("name", ""), USUAL)
-    entries = {entry.id: entry for entry in KERNELS}
-    for key in keys_of(problem) if IS_HOPPER else ():
+def kernels_of(keys: Iterable[Forward | Backward]) -> list[Any]:
+    """The configurations of the kernels that these graphs launch on Hopper, each once."""
+    entries, found = {entry.id: entry for entry in KERNELS}, {}
+    for key in dict.fromkeys(keys):
         for step in make_plan(key.declare().operation_graph(), ARCHES["sm90"]).fused_steps:
             module: Any = importlib.import_module(entries[step.kernel].module)
             assert step.match is not None
-            yield module.support.scheduled(step.match.problem, step.variant)
+            found[module.support.scheduled(step.match.problem, step.variant)] = None
+    return list(found)
+
+
+MODULE = Problem((64, 32, 64, 32), multiple_of=32)
+"""What tests of GroupedMLP run, at whatever sizes: a small expert MLP's kernel is the same for all of them."""
+
+LARGE = Problem((1024, 3072, 0, 4096), H=512, I=1024)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mlp_kernels() -> None:
+    """Compiles what the tests are known to launch, in parallel; what they launch besides is compiled when it comes."""
+    if not IS_HOPPER:
+        return
+    import parallel_build  # type: ignore[import-not-found]
+
+    keys = [key for problem in (*PROBLEMS.values(), MODULE) for key in keys_of(problem)]
+    for save in ("activation", "preactivation", "inputs"):
+        keys += keys_of(replace(LARGE, counts=(8, 0, 8, 8), save=save))
+    for learns in (("x",), ("w1",), ("w2",), ("prob",), ("x", "w2"), ("x", "w1", "w2")):
+        keys += keys_of(USUAL, learns)
+    keys += [
+        key for transposed in (True, False) for key in keys_of(replace(LARGE, counts=(8, 8), transposed=transposed))
+    ]
+    print(parallel_build.fill(kernel_cache().folder, kernels_of(keys)))
 
 
 def poison_free_memory() -> None:

@@ -19,7 +19,7 @@ from mlp_problems import (  # type: ignore[import-not-found]
     USUAL,
     arguments_of,
     check,
-    kernels_of,
+    mlp_kernels,
     poison_free_memory,
     relative,
     without_grad,
@@ -30,7 +30,7 @@ from opfuse.graph_ops.torch.graphs import GRAPHS
 from opfuse.graph_ops.torch.routing import combine, dispatch, route
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-__all__ = ["kernels_of"]
+__all__ = ["mlp_kernels"]
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from mlp_problems import (  # type: ignore[import-not-found]
     USUAL,
     Case,
     Problem,
-    kernels_of,
+    mlp_kernels,
     poison_free_memory,
     relative,
 )
@@ -25,7 +25,7 @@ from opfuse.graph_ops.torch import GroupedMLP
 from opfuse.graph_ops.torch.routing import combine, dispatch, route, row_probs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-__all__ = ["kernels_of"]
+__all__ = ["mlp_kernels"]
 
 
 @pytest.fixture(autouse=True)

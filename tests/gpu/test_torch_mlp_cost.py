@@ -12,10 +12,11 @@ from mlp_problems import (  # type: ignore[import-not-found]
     BOUNDS,
     DEVICE,
     IS_HOPPER,
+    LARGE,
     SEED,
     Problem,
     arguments_of,
-    kernels_of,
+    mlp_kernels,
     poison_free_memory,
     relative,
     without_grad,
@@ -25,7 +26,7 @@ from opfuse.graph_ops.torch.graphs import GRAPHS
 from opfuse.kernels.torch_ops import uncovered
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-__all__ = ["kernels_of"]
+__all__ = ["mlp_kernels"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,6 @@ def fresh_data() -> Iterator[None]:
 # ---------------------------------------------------------------------- memory and launches
 
 
-LARGE = Problem((1024, 3072, 0, 4096), H=512, I=1024)
 MIB = 2**20
 SLACK = 4 * MIB  # offsets, torch's descriptors of groups, rounding of the allocator
 
