@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ..cache import CacheKey, KernelCache, source_digest
 from ..problem import Problem
 from ..sm90 import config as sm90_config
 from ..sm90 import host
+from ..sm90.arguments import Words, dglu_arguments, words_of
 from ..sm90.config import DgluConfig
 from . import support
 
@@ -26,9 +28,10 @@ WORKSPACE_ALIGNMENT = 256
 
 Buffer = torch.Tensor | Sequence[torch.Tensor]
 
-LAUNCH_ROLES = ("offsets", "c", "d", "prob", "alpha", "beta", "dprob", "activation", "dbias", "amax", "q_row",
-                "sf_row", "q_col", "sf_col")  # fmt: skip
-"""Roles that `host.launch` takes under their own name."""
+ROLE_OF = {"dy": "a"}
+"""Roles of the kernel's arguments that have another name there."""
+TEMPLATES = 256
+_UNKNOWN = object()
 
 
 @functools.cache
@@ -55,22 +58,27 @@ def compiled(config: DgluConfig, cache: KernelCache) -> Any:
 
 
 class GroupedDglu:
-    """A FusedKernel: one configuration on one device."""
+    """A FusedKernel: one configuration on one device.
+
+    Its only state is a bounded cache of a launch's integers by symbol values: sizes and strides, no addresses.
+    """
 
     def __init__(self, problem: Problem, device: torch.device, config: DgluConfig) -> None:
         self.config = config
-        self._problem, self._discrete = problem, problem["b"].discrete
-        self._rows, _, self._columns, experts = support.extents(problem)
+        self._problem, self._device, self._discrete = problem, device, problem["b"].discrete
+        _, _, _, experts = support.extents(problem)
         assert isinstance(experts, int)
         self._experts = experts
-        self._roles = tuple(role for role in LAUNCH_ROLES if role in problem)
         self._addresses = AddressArrays(device, support.ALIGNMENT)
-        host.install(config, compiled(config, kernel_cache()))
+        self._arguments = dglu_arguments(config)
+        self._function = compiled(config, kernel_cache())
+        self._stream = host.current_stream(device)
+        self._templates: dict[tuple[Any, ...], Words | None] = {}
+        host.install(config, self._function)
 
     def _kernel_bytes(self, bindings: Mapping[str, int]) -> int:
-        needed = host.workspace_bytes(
-            self.config, self._experts, evaluate(self._rows, bindings), evaluate(self._columns, bindings)
-        )
+        rows, _, columns, _ = (evaluate(extent, bindings) for extent in support.extents(self._problem))
+        needed = host.workspace_bytes(self.config, self._experts, rows, columns)
         return -(-needed // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
 
     def workspace_bytes(self, bindings: Mapping[str, int]) -> int:
@@ -80,16 +88,62 @@ class GroupedDglu:
     def run(self, buffers: Mapping[str, Buffer], workspace: torch.Tensor | None, bindings: Mapping[str, int]) -> None:
         """Launches on torch's current stream. Rows outside every group become zero in d, dprob, activation and codes;
         scales of such rows, and the padding of scales, are not written."""
-        given: dict[str, Any] = {role: buffers[role] for role in self._roles}
-        if "prob" in given:
-            given["prob"] = given["prob"].reshape(-1)
-        a: Any = buffers["a"]
-        b: Any = buffers["b"]
-        if self._discrete and not isinstance(b, torch.Tensor):
+        tensors: dict[str, Any] = {**buffers, "dy": buffers["a"], "workspace": workspace}
+        if self._discrete and not isinstance(buffers["b"], torch.Tensor):
             assert workspace is not None
             start = self._kernel_bytes(bindings)
-            b = self._addresses.on_device(b, workspace[start : start + 8 * self._experts].view(torch.int64))
-        host.launch(self.config, dy=a, b=b, workspace=workspace, **given)
+            into = workspace[start : start + 8 * self._experts].view(torch.int64)
+            tensors["b"] = self._addresses.on_device(buffers["b"], into)
+        words = self._template(bindings)
+        if words is None:
+            for name in host.OUTPUTS:
+                if name in tensors:
+                    tensors[name].view(torch.uint8).zero_()
+        else:
+            self._function(*words.at(tensors), self._stream())
+
+    def prepare(
+        self, buffers: Mapping[str, Buffer], workspace: torch.Tensor | None, bindings: Mapping[str, int]
+    ) -> Callable[[int], object] | None:
+        """`run` of these buffers as a function of the stream's handle, which holds addresses and no tensor; None where
+        `run` does more than to launch."""
+        words = self._template(bindings)
+        if words is None or not isinstance(buffers["b"], torch.Tensor):
+            return None
+        tensors: dict[str, Any] = {**buffers, "dy": buffers["a"], "workspace": workspace}
+        return functools.partial(self._function, *words.at(tensors))
+
+    def _template(self, bindings: Mapping[str, int]) -> Words | None:
+        """The launch's integers at these symbol values, as the problem declares its tensors; None where no expert can
+        own a row."""
+        key = (*bindings.items(),)
+        known = self._templates.get(key, _UNKNOWN)
+        if isinstance(known, Words) or known is None:
+            return known
+        made = self._words(bindings)
+        if len(self._templates) >= TEMPLATES:
+            self._templates.clear()
+        self._templates[key] = made
+        return made
+
+    def _words(self, bindings: Mapping[str, int]) -> Words | None:
+        M, K, N, L = (evaluate(extent, bindings) for extent in support.extents(self._problem))
+        if not host.has_tiles(self.config, M):
+            return None
+        opened: dict[str, tuple[int, ...]] = {}
+        for argument in self._arguments:
+            if argument.name == "workspace":
+                opened["workspace"] = (self._kernel_bytes(bindings),)
+            elif argument.name.startswith("sf_"):
+                opened[argument.name] = (math.prod(self._problem[argument.name].shape(bindings)),)
+            elif argument.count > 1:
+                spec = self._problem[ROLE_OF.get(argument.name, argument.name)]
+                stride = tuple(evaluate(one, bindings) for one in spec.stride)
+                opened[argument.name] = argument.opened(spec.shape(bindings), stride)
+            else:
+                opened[argument.name] = ()
+        sizes = {"M": M, "K": K, "N": N, "2N": 2 * N, "L": L}
+        return words_of(self._arguments, sizes, host.clusters(self.config, self._device), opened)
 
 
 def build(problem: Problem, device: Any, variant: str | None = None) -> GroupedDglu:

@@ -1,4 +1,4 @@
-"""Host side: compile a configuration once, launch it with plain torch tensors on torch's current stream."""
+"""Host side: compile a configuration once, launch it on torch's current stream."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import functools
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .arguments import dglu_arguments, refusal, words_of
 from .config import DgluConfig, illegal, padded_bytes, scratch_tensors
 
 if TYPE_CHECKING:
     import torch
 
 ENTRY = "opfuse_sm90_dglu"  # symbol of an exported object
+OUTPUTS = ("d", "dprob", "activation", "dbias", "amax", "q_row", "q_col")
+"""Outputs that are zero where there is no row."""
 _lock = threading.Lock()
 _functions: dict[DgluConfig, Callable] = {}
 
@@ -96,16 +99,78 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
-def _needs_workspace(config: DgluConfig) -> bool:
-    return bool(scratch_tensors(config, 1, 1, 1))
+def has_tiles(config: DgluConfig, M: int) -> bool:
+    """Whether an expert can own a row of M: column quantization has groups of whole 32-row blocks."""
+    return M > 0 if config.q_col_dtype is None else M >= 32
 
 
-def _bytes(tensor: torch.Tensor | None) -> torch.Tensor:
+def current_stream(device: torch.device) -> Callable[[], int]:
+    """A function that returns the handle of torch's current stream on a device, in 0.1 us: the attribute of
+    torch.cuda.current_stream() takes 1."""
     import torch
 
-    assert tensor is not None, "the configuration asks for codes and scales"
-    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
+    if device.type != "cuda":
+        return int  # 0: emulated
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)  # type: ignore[attr-defined]
+
+
+def clusters(config: DgluConfig, device: torch.device) -> int:
+    """Clusters of one launch: as many as the device holds at a time."""
+    return _multiprocessors(device.index) // config.schedule.cluster_size
+
+
+def prepare(config: DgluConfig, tensors: Mapping[str, torch.Tensor | None]) -> Callable[[], object]:
+    """The launch that `launch` does of the same tensors, as a function that may be called while they lie where they
+    are: it holds their addresses, not them.
+
+    Raises UnsupportedConfig, and ValueError, which names every tensor that is missing, superfluous, or not of the type,
+    shape, strides, alignment or device that the configuration has for it.
+    """
+    function, arguments = function_of(config), dglu_arguments(config)
+    given = {name: _as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+    names = {argument.name for argument in arguments}
+    wrong = [f"{name} is missing" for name in sorted(names - set(given))]
+    # A workspace may be there for other configurations.
+    wrong += [f"{name} is given, and not configured" for name in sorted(set(given) - names - {"workspace"})]
+    _refuse(wrong)
+    dy, c, offsets = (given[name] for name in ("dy", "c", "offsets"))
+    ranks = {"dy": (dy, 2), "c": (c, 2), "offsets": (offsets, 1)}
+    _refuse([f"{n} has shape {tuple(t.shape)}; required is rank {r}" for n, (t, r) in ranks.items() if t.dim() != r])
+    (M, K), N, L, device = dy.shape, c.shape[1] // 2, offsets.shape[0], dy.device
+    sizes = {"M": M, "K": K, "N": N, "2N": 2 * N, "L": L}
+    wrong = [text for argument in arguments if (text := refusal(argument, given[argument.name], sizes, device))]
+    needed = {"workspace": workspace_bytes(config, L, M, N)}
+    needed |= {f"sf_{side}": size for side, size in scale_bytes(config, M, N).items()}
+    for name in needed.keys() & names:
+        if given[name].numel() < needed[name]:
+            wrong.append(f"{name} has {given[name].numel()} bytes; required are {needed[name]}")
+    _refuse(wrong)
+    if not has_tiles(config, M):
+        return functools.partial(_zero, [given[name] for name in OUTPUTS if name in given])
+    opened = {a.name: a.opened(given[a.name].shape, given[a.name].stride()) for a in arguments}
+    words = words_of(arguments, sizes, clusters(config, device), opened).at(given)
+    run, stream = functools.partial(function, *words), current_stream(device)
+    return lambda: run(stream())
+
+
+def _refuse(wrong: Sequence[str]) -> None:
+    if wrong:
+        raise ValueError("launch of the sm90 grouped GEMM + dGLU: " + "; ".join(wrong))
+
+
+def _zero(outputs: Sequence[torch.Tensor]) -> None:
+    for output in outputs:
+        output.zero_()
+
+
+def _as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Codes and scales as bytes, scales in one dimension: their types are the caller's affair."""
+    import torch
+
+    if not name.startswith(("q_", "sf_")):
+        return tensor
+    flat = tensor.view(-1) if name.startswith("sf_") else tensor
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
 def launch(
@@ -133,22 +198,10 @@ def launch(
 
     The configuration says which tensors are present. Rows at or past offsets[-1] of d, activation, dprob and the codes
     become zero; bytes of the scale buffers that belong to no row are not written.
-    Raises UnsupportedConfig on a configuration that is not legal.
+    Raises as `prepare`.
     """
-    M = c.shape[0]
-    if M == 0 or (config.q_col_dtype is not None and M < 32):
-        # No expert can own a row: column quantization has groups of whole 32-row blocks.
-        for output in (d, dprob, activation, dbias, amax, q_row, q_col):
-            if output is not None:
-                output.zero_()
-        return
-    s = config.schedule
-    clusters = _multiprocessors(dy.device.index) // s.cluster_size
-    if not _needs_workspace(config):
-        workspace = None
-    if config.q_row_dtype is not None:
-        q_row, sf_row = _bytes(q_row), _bytes(sf_row).view(-1)
-    if config.q_col_dtype is not None:
-        q_col, sf_col = _bytes(q_col), _bytes(sf_col).view(-1)
-    function_of(config)(dy, b, offsets, c, d, prob, alpha, beta, activation, dprob, dbias, amax, q_row, sf_row, q_col,
-                        sf_col, workspace, clusters)  # fmt: skip
+    prepare(config, {
+        "dy": dy, "b": b, "offsets": offsets, "c": c, "d": d, "prob": prob, "alpha": alpha, "beta": beta,
+        "dprob": dprob, "activation": activation, "dbias": dbias, "amax": amax, "q_row": q_row, "sf_row": sf_row,
+        "q_col": q_col, "sf_col": sf_col, "workspace": workspace,
+    })()  # fmt: skip

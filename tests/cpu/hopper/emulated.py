@@ -1,12 +1,14 @@
 """What the compiled Hopper dGLU function does with its arguments, in float64 on the CPU, and what it demands of them.
 
-Stands where the compiled object would: `host.launch` and the adapter run as they are. Like the kernel it writes zeros
-to the rows outside every group, the scales of groups' rows alone, and scribbles over its workspace.
+Stands where the compiled object would: `host.launch` and the adapter run as they are. Like the kernel it finds its
+tensors by the integers of the launch, writes zeros to the rows outside every group, the scales of groups' rows alone,
+and scribbles over its workspace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from opfuse.kernels.arch import ARCHES, Arch
 from opfuse.kernels.reference.quantize import quantize_blocks
 from opfuse.kernels.registry import KERNELS
 from opfuse.kernels.sm90 import host
+from opfuse.kernels.sm90.arguments import SIZES, TORCH_NAMES, Argument, dglu_arguments
 from opfuse.kernels.sm90.config import DgluConfig, scratch_tensors
 from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
 
@@ -38,16 +41,44 @@ def scale_places(rows: int, blocks: int) -> torch.Tensor:
     return (r // 128 * -(-blocks // 4) + k // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + k % 4
 
 
+def tensor_at(argument: Argument, sizes: dict[str, int], words: Iterator[int]) -> torch.Tensor:
+    """The tensor that the integers of an argument describe, in the memory where it lies."""
+    address, dtype = next(words), getattr(torch, TORCH_NAMES[argument.dtype])
+    shape = [next(words) if d is None else sizes[d] if isinstance(d, str) else d for d in argument.shape]
+    strides = [next(words) if s is None else s for s in argument.stride]
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    assert address % argument.alignment == 0 or argument.name == "workspace", (argument.name, address)
+    size = (sum((d - 1) * s for d, s in zip(shape, strides)) + 1) * dtype.itemsize
+    memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+    return memory.view(dtype).as_strided(shape, strides)
+
+
 class Emulated:
     """The function of one configuration."""
 
     def __init__(self, config: DgluConfig) -> None:
         self.config, self.calls = config, 0
 
-    def __call__(
+    def __call__(self, *words: int) -> None:
+        given = self.tensors(words)
+        names = ("d", "prob", "alpha", "beta", "activation", "dprob", "dbias", "amax", "q_row", "sf_row", "q_col",
+                 "sf_col", "workspace")  # fmt: skip
+        dy, b, offsets, c = (given[name] for name in ("dy", "b", "offsets", "c"))
+        self._run(dy, b, offsets, c, *map(given.get, names))
+
+    def tensors(self, words: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The tensors of a call by name."""
+        count = len(SIZES)
+        sizes, rest = dict(zip(SIZES, words)), iter(words[count + 1 : -1])
+        given = {argument.name: tensor_at(argument, sizes, rest) for argument in dglu_arguments(self.config)}
+        assert next(rest, None) is None and sizes["2N"] == 2 * sizes["N"], words
+        assert words[count] == 132 // self.config.schedule.cluster_size
+        return given
+
+    def _run(
         self, dy: Any, b: Any, offsets: Any, c: Any, d: Any, prob: Any, alpha: Any, beta: Any, activation: Any,
         dprob: Any, dbias: Any, amax: Any, q_row: Any, sf_row: Any, q_col: Any, sf_col: Any, workspace: Any,
-        clusters: int,
     ) -> None:  # fmt: skip
         f, self.calls = self.config, self.calls + 1
         m, n2 = c.shape
@@ -68,7 +99,6 @@ class Emulated:
         self._demand_workspace(workspace, experts, m, n)
         for side, codes, scales in (("row", q_row, sf_row), ("col", q_col, sf_col)):
             self._demand_codes(side, codes, scales, m, n)
-        assert clusters == 132 // f.schedule.cluster_size
 
         total, gate_at = int(offsets[-1]), gate_columns(f.glu_layout, n)
         both = (gate_at, gate_at + {"concatenated": n, "interleaved32": 32, "interleaved1": 1}[f.glu_layout])

@@ -4,9 +4,11 @@ runs."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -116,10 +118,10 @@ def buffers_of(problem: Any, rows: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of every host.launch."""
+def seen(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the function was launched with, by name, in place of running it."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(host, "launch", lambda config, **given: calls.append(given))
+    monkeypatch.setattr(emulation.Emulated, "__call__", lambda self, *words: calls.append(self.tensors(words)))
     return calls
 
 
@@ -133,8 +135,10 @@ def test_roles_reach_their_arguments(emulated: list[Any], seen: list[dict[str, A
     assert {names.get(role, role) for role in problem.tensors} | {"workspace"} == set(call)
     for role, buffer in buffers.items():
         given = call[names.get(role, role)]
-        assert given.data_ptr() == buffer.data_ptr() and given.shape == buffer.shape, role
-    assert call["workspace"] is memory
+        shape = (buffer.numel(),) if role.startswith("sf_") else buffer.shape
+        assert given.data_ptr() == buffer.data_ptr() and given.shape == shape, role
+        assert given.itemsize == buffer.itemsize and (role == "b" or given.is_contiguous()), role
+    assert call["workspace"].data_ptr() == memory.data_ptr() and len(call["workspace"]) <= len(memory)
 
 
 def test_prob_of_rank_two_is_a_vector_of_the_same_memory(
@@ -143,7 +147,7 @@ def test_prob_of_rank_two_is_a_vector_of_the_same_memory(
     problem, kernel = built(make_problem, roles=("prob",))
     buffers = buffers_of(problem, 128)
     buffers["prob"] = torch.zeros(128, 1)
-    kernel.run(buffers, None, {"M": 128})
+    kernel.run(buffers, torch.zeros(kernel.workspace_bytes({"M": 128}), dtype=torch.uint8), {"M": 128})
     assert seen[0]["prob"].shape == (128,) and seen[0]["prob"].data_ptr() == buffers["prob"].data_ptr()
 
 
@@ -175,7 +179,77 @@ def test_addresses_of_the_caller_are_passed_on(
     buffers = buffers_of(problem, 128)
     buffers["b"] = torch.tensor([64, 128])
     kernel.run(buffers, torch.zeros(kernel.workspace_bytes({"M": 128}), dtype=torch.uint8), {"M": 128})
-    assert seen[0]["b"] is buffers["b"]
+    assert seen[0]["b"].data_ptr() == buffers["b"].data_ptr() and seen[0]["b"].tolist() == [64, 128]
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_prepared_launch_is_the_run_of_the_same_buffers(
+    emulated: list[Any], seen: list[dict[str, Any]], make_problem: Any, rows: int
+) -> None:
+    problem, kernel = built(make_problem, roles=("prob", "dbias"))
+    buffers, bindings = buffers_of(problem, rows), {"M": rows}
+    memory = torch.zeros(kernel.workspace_bytes(bindings), dtype=torch.uint8)
+    kernel.run(buffers, memory, bindings)
+    prepared = kernel.prepare(buffers, memory, bindings)
+    held = {role: weakref.ref(buffer) for role, buffer in buffers.items()}
+    prepared(0)
+    first, second = ({n: (t.data_ptr(), t.shape, t.stride(), t.dtype) for n, t in call.items()} for call in seen)
+    assert first == second
+    seen.clear()
+    del buffers
+    gc.collect()
+    assert [role for role, tensor in held.items() if tensor() is not None] == []
+
+
+def test_what_is_more_than_a_launch_is_not_prepared(emulated: list[Any], make_problem: Any) -> None:
+    """Rows that no expert can own, and addresses that are copied to the device at each run."""
+    problem, kernel = built(make_problem, roles=("q_col",))
+    assert kernel.prepare(buffers_of(problem, 31), None, {"M": 31}) is None
+    problem, kernel = built(make_problem, changes={"b": dict(discrete=True)})
+    experts = [torch.zeros(64, 64, dtype=torch.bfloat16)] * 2
+    assert kernel.prepare({**buffers_of(problem, 31), "b": experts}, None, {"M": 31}) is None
+
+
+def tensors_of(config: Any, rows: int = 256, k: int = 64, n: int = 64, experts: int = 2) -> dict[str, torch.Tensor]:
+    bf16 = torch.bfloat16
+    return {
+        "dy": torch.zeros(rows, k, dtype=bf16), "b": torch.zeros(experts, n, k, dtype=bf16).transpose(1, 2),
+        "offsets": torch.zeros(experts, dtype=torch.int32), "c": torch.zeros(rows, 2 * n, dtype=bf16),
+        "d": torch.zeros(rows, 2 * n, dtype=bf16), "dprob": torch.zeros(rows),
+        "workspace": torch.zeros(host.workspace_bytes(config, experts, rows, n) + 128, dtype=torch.uint8),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda t: t | {"d": t["d"].float()}, r"d is torch.float32 \(256, 128\).*required is bfloat16 \(256, 128\)"),
+        (lambda t: t | {"d": t["d"][:255]}, r"d is torch.bfloat16 \(255, 128\)"),
+        (lambda t: t | {"d": t["d"].view(-1)[8:].as_strided((256, 128), (124, 1))}, r"strides \(124, 1\)"),
+        (lambda t: t | {"c": t["c"].t().contiguous().t()}, r"c is .*strides \(1, 256\)"),
+        (lambda t: t | {"dy": torch.zeros(256 * 64 + 1, dtype=torch.bfloat16)[1:].view(256, 64)}, "multiple of 16"),
+        (lambda t: t | {"b": t["b"].contiguous()}, r"b is .*strides \(4096, 64, 1\)"),
+        (lambda t: t | {"offsets": t["offsets"].long()}, "offsets is torch.int64"),
+        (lambda t: t | {"dprob": torch.zeros(512)[::2]}, r"dprob is .*strides \(2,\)"),
+        (lambda t: t | {"dprob": t["dprob"].to("meta")}, "on meta"),
+        (lambda t: t | {"prob": torch.zeros(256)}, "prob is given, and not configured"),
+        (lambda t: {n: x for n, x in t.items() if n != "dprob"}, "dprob is missing"),
+        (lambda t: t | {"workspace": t["workspace"][:128]}, "workspace has 128 bytes; required are 1024"),
+        (lambda t: t | {"c": t["c"].view(-1)}, r"c has shape \(32768,\); required is rank 2"),
+    ],
+)  # fmt: skip
+def test_launch_refuses_tensors_that_the_function_cannot_take(
+    emulation: ModuleType, emulated: list[Any], change: Any, said: str
+) -> None:
+    config = replace(support.DgluConfig(), has_dprob=True)
+    host.install(config, function := emulation.Emulated(config))
+    memory = torch.zeros(2**16, dtype=torch.uint8)
+    tensors = tensors_of(config) | {"workspace": memory[-memory.data_ptr() % 128 :]}
+    host.launch(config, **tensors)
+    assert function.calls == 1
+    with pytest.raises(ValueError, match=said):
+        host.launch(config, **change(tensors))
+    assert function.calls == 1
 
 
 def test_a_misaligned_expert_is_refused_before_the_launch(
