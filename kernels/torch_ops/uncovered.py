@@ -1,7 +1,7 @@
 """Zero in the rows and slices that torch's grouped_mm leaves unwritten, in place.
 
 On Hopper a small kernel of our own (kernels/sm90/uncovered.py) touches only those. Elsewhere, and without the CuTe DSL,
-torch passes over the whole tensor: on an H200 that costs a tenth and more of the matmul.
+torch reads and writes the whole tensor.
 """
 
 from __future__ import annotations

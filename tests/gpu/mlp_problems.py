@@ -126,7 +126,8 @@ def keys_of(problem: Problem, learns: Sequence[str] = ("x", "w1", "w2", "prob"))
 
 def kernels_of(keys: Iterable[Forward | Backward]) -> list[Any]:
     """The configurations of the kernels that these graphs launch on Hopper, each once."""
-    entries, found = {entry.id: entry for entry in KERNELS}, {}
+    entries = {entry.id: entry for entry in KERNELS}
+    found: dict[Any, None] = {}
     for key in dict.fromkeys(keys):
         for step in make_plan(key.declare().operation_graph(), ARCHES["sm90"]).fused_steps:
             module: Any = importlib.import_module(entries[step.kernel].module)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from opfuse.graph_ops import DataType, Graph
 from opfuse.kernels import torch_ops
+from opfuse.kernels.torch_ops import uncovered
 
 L, K, N = 3, 16, 24
 
@@ -75,3 +76,14 @@ def test_where_torch_makes_nothing_the_plan_does(pack):
     out = two_matmuls()(pack)
     assert out["y"].stride() == (N, 1) and not out["y"][7:].any() and not out["dw"][1].any()
 
+
+@pytest.mark.parametrize("counts", [(5, 0, 4), (0, 0), (9,), (0, 3, 0, 0, 1)], ids=str)
+def test_zero_where_no_expert_is(counts):
+    offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows = torch.full((9, 8), float("nan"))
+    uncovered.zero_rows(rows, offsets)
+    assert rows.isnan().all(1).tolist() == [row < sum(counts) for row in range(9)]
+    experts = torch.full((len(counts), 2, 8), float("nan"))
+    uncovered.zero_empty_experts(experts, offsets)
+    assert experts.isnan().all((1, 2)).tolist() == [count > 0 for count in counts]
+    assert not rows[sum(counts) :].any() and not experts[offsets.diff(prepend=offsets.new_zeros(1)) == 0].any()
