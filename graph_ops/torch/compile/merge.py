@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ....kernels.cost import NOMINAL_EXTENT
 from .regions import FIRST_CHECKPOINT, is_product, joins_of, late_nodes, outputs_of, sort_topologically
-from .spellings import GROUPED_MM, aten, value_of
+from .spellings import CONVERSIONS, GROUPED_MM, aten, value_of
 
 TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.t.default)
 WEIGHTS, ACTIVATIONS = "weights", "activations"
@@ -57,7 +57,7 @@ def merge_gate_up(graph: fx.Graph, region: Sequence[fx.Node], *, fuses_forward: 
     if pair is None:
         return None
     late = late_nodes(graph)
-    weights, h = 2 * _nbytes(pair.w_gate), 2 * _nbytes(pair.gate)
+    weights, h = pair.copied_bytes, 2 * _nbytes(pair.gate)
     if late:
         over_weights = 2 * weights < (3 if fuses_forward else 2) * h
     elif fuses_forward and weights < h:
@@ -87,6 +87,17 @@ class _Pair:
     @property
     def offsets(self) -> Any:
         return self.gate.args[2]
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the weights are made in this graph, from parameters of another dtype: written side by side, they are
+        copied no more than they are otherwise."""
+        return self.w_gate.target in CONVERSIONS and self.w_up.target in CONVERSIONS
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of both weights, where they have to be copied."""
+        return 0 if self.is_cast else 2 * _nbytes(self.w_gate)
 
 
 def _pair(region: Sequence[fx.Node]) -> _Pair | None:
@@ -172,9 +183,10 @@ def _halves(graph: fx.Graph, node: fx.Node, half: int) -> tuple[fx.Node, fx.Node
 
 
 def _both_weights(graph: fx.Graph, pair: _Pair) -> fx.Node:
-    """[W1; W3] (L, 2I, H), made by whichever pass reads it."""
+    """[W1; W3] (L, 2I, H), made by whichever pass reads it, but for casts, which are kept as they would be apart."""
     weight = _call(graph, pair.gate, aten.cat.default, [pair.w_gate, pair.w_up], 1)
-    _policy([weight], CheckpointPolicy.MUST_RECOMPUTE)
+    if not pair.is_cast:
+        _policy([weight], CheckpointPolicy.MUST_RECOMPUTE)
     return weight
 
 
@@ -220,7 +232,7 @@ def _join_gradients(graph: fx.Graph, pair: _Pair, late: set[fx.Node], weight: fx
     gradients = [p.args[0] for p in products]
     total = _sum_of(products)
     # Apart, dx costs a second product written, and both read and summed: 4 x its bytes. Together, both weights copied.
-    one_dgrad = total is not None and 2 * 2 * _nbytes(pair.w_gate) < 4 * _nbytes(total)
+    one_dgrad = total is not None and 2 * pair.copied_bytes < 4 * _nbytes(total)
     with graph.inserting_before(products[0]):
         dh = _call(graph, gradients[0], aten.cat.default, list(gradients), 1)  # type: ignore[arg-type]  # (M, 2I)
         halves = _halves(graph, dh, _shape(pair.gate)[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations
+from typing import Any
 
 import torch
 from torch import fx
@@ -175,6 +176,18 @@ def drop_detaches(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def share_conversions(graph: fx.Graph) -> None:
+    """One node for equal conversions of one tensor, as `x.bfloat16()` written twice makes two."""
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target not in CONVERSIONS:
+            continue
+        kept = first.setdefault((node.target, node.args, tuple(sorted(node.kwargs.items()))), node)
+        if kept is not node and "recompute" not in node.meta:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+
+
 def late_nodes(graph: fx.Graph) -> set[fx.Node]:
     """What of a joint graph waits for a gradient, and so belongs to the backward."""
     late: set[fx.Node] = set()
@@ -274,5 +287,6 @@ def framework_seconds(region: Sequence[fx.Node], arch: Arch, *, one_pass: bool) 
 
 __all__ = [
     "clone_views", "device_of", "drop_detaches", "drop_whole_slices", "find_regions", "framework_seconds",
-    "is_product", "joins_of", "late_nodes", "outputs_of", "recompute_inner_values", "sort_topologically",
+    "is_product", "joins_of", "late_nodes", "outputs_of", "recompute_inner_values", "share_conversions",
+    "sort_topologically",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ from .regions import (
     joins_of,
     outputs_of,
     recompute_inner_values,
+    share_conversions,
     sort_topologically,
 )
 
@@ -147,6 +148,7 @@ class Rewriter:
             return
         drop_detaches(graph)
         drop_whole_slices(graph)
+        share_conversions(graph)
         recompute_inner_values(graph, activations=self.options.save == "preactivation")
         if not self.options.fuses_rounding:
             return

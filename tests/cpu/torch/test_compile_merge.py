@@ -81,6 +81,21 @@ def test_the_backward_is_given_h_and_the_activation_and_no_copy_of_a_weight(mode
     assert saved_shapes(model_type(), rows, counts, save="preactivation") == sorted([h, offsets])
 
 
+def test_weights_that_are_cast_anyway_are_cast_side_by_side(seed, assert_close):
+    """float32 parameters, bf16 products: no row count is small enough for h to be copied instead."""
+    model = Torchtitan().float()
+    fast, rewriter, _ = compiled(model, replace="raised", arch="sm90")
+    for one, two in zip(step(fast, 20, [8, 0, 12]), step(model, 20, [8, 0, 12])):
+        assert one.dtype is two.dtype is torch.float32
+        assert_close("gradient", one, two, 2e-2)
+    assert [(m.copies, m.one_dgrad) for m in rewriter.merges] == [("weights", False)], "dx is a sum in float32"
+    (backward,) = [r for r in rewriter.regions if r.part == "backward" and r.raisings]
+    assert [s.kernel for s in backward.plan.steps] == ["sm90.grouped_gemm_dglu"]
+    h, act, offsets, w13 = (20, 2 * I), (20, I), (L,), (L, 2 * I, H)
+    saved = saved_shapes(model, 20, [8, 0, 12])
+    assert sorted([h, act, offsets, w13]) == [s for s in saved if s not in ((20, H), (L, H, I))], "x and w2 as well"
+
+
 def test_an_activation_that_is_not_saved_is_written_by_the_fused_backward(seed, assert_close):
     model = Separate()
     fast, rewriter, _ = compiled(model, replace="raised", arch="sm90", save="preactivation")
