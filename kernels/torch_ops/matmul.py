@@ -21,7 +21,7 @@ from ...graph_ops.ir.errors import GraphNotSupportedError
 from ...graph_ops.ir.tensor import TensorSpec
 from .precision import exact_float32
 from .rows import Tiles, bounds, counts, make_tiles, outside, owner
-from .uncovered import zero_empty_experts, zero_rows
+from .uncovered import device_capability, zero_empty_experts, zero_rows
 
 Inputs = Mapping[str, Any]
 Outputs = Mapping[str, torch.Tensor]
@@ -92,7 +92,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
+    return device_capability(tensor.device.index) if tensor.is_cuda else None
 
 
 def float32_bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,12 @@ WORD_BYTES = 8
 _LOCK = threading.Lock()
 
 
+@functools.cache
+def device_capability(index: int | None) -> tuple[int, int]:
+    """The compute capability of a GPU, asked once: torch looks it up anew for each call."""
+    return torch.cuda.get_device_capability(index)
+
+
 def zero_rows(out: torch.Tensor, offsets: torch.Tensor) -> None:
     """Zeroes the rows of `out` (M, N) from offsets[-1] on. `offsets` (L,) int32 with L > 0, on the same device."""
     kernel = _kernel_for(out, by_expert=False)
@@ -48,14 +54,14 @@ def zero_empty_experts(out: torch.Tensor, offsets: torch.Tensor) -> None:
 
 def prepare(device: torch.device) -> None:
     """Loads both kernels where they serve, so that no later call has to compile, inside graph capture for one."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == CAPABILITY:
+    if device.type == "cuda" and device_capability(device.index) == CAPABILITY:
         for by_expert in (False, True):
             _load(by_expert)
 
 
 def _kernel_for(out: torch.Tensor, by_expert: bool) -> Callable[..., Any] | None:
     row = out.shape[-1] * out.element_size()
-    if not out.is_cuda or torch.cuda.get_device_capability(out.device) != CAPABILITY:
+    if not out.is_cuda or device_capability(out.device.index) != CAPABILITY:
         return None
     if not out.is_contiguous() or row % WORD_BYTES or out.data_ptr() % WORD_BYTES:
         return None
@@ -93,4 +99,4 @@ def _load_from(path: Path) -> Callable[..., Any]:
     return host.load_object(path.read_bytes())
 
 
-__all__ = ["prepare", "zero_empty_experts", "zero_rows"]
+__all__ = ["device_capability", "prepare", "zero_empty_experts", "zero_rows"]
