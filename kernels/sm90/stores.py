@@ -111,7 +111,8 @@ def zero_rows(tensor: cute.Tensor, first: Int32, rows: Int32, warp: Int32, warps
     bytes_a_row = cute.size(tensor, mode=[1]) * (tensor.element_type.width // 8)
     mine = cute.arch.block_idx()[0] * warps + warp
     zero = Uint32(0)
-    for row in cutlass.range(cutlass.max(first, Int32(0)) + mine, rows, cute.arch.grid_dim()[0] * warps, unroll=1):
+    first = cutlass.min(cutlass.max(first, Int32(0)), rows)
+    for row in cutlass.range(first + mine, rows, cute.arch.grid_dim()[0] * warps, unroll=1):
         base = p.row_address(tensor, row, 0)
         for at in cutlass.range(cute.arch.lane_idx() * 16, bytes_a_row, 512, unroll=1):
             p.store_global(base + at, [zero] * 4)

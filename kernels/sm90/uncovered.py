@@ -45,8 +45,9 @@ class ZeroUncovered:
             if offsets[block] <= begin:
                 self._zero(out, block, part * THREADS + thread, BLOCKS_OF_EXPERT * THREADS)
         else:
-            first = offsets[cute.size(offsets) - 1] + block
-            for row in cutlass.range(first, cute.size(out, mode=[0]), ROW_BLOCKS):
+            rows = cute.size(out, mode=[0])
+            first = cutlass.min(cutlass.max(offsets[cute.size(offsets) - 1], Int32(0)), rows)
+            for row in cutlass.range(first + block, rows, ROW_BLOCKS):
                 self._zero(out, row, thread, THREADS)
 
     @cute.jit
