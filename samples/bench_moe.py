@@ -257,6 +257,10 @@ def table(found: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines)
 
 
+CUT = 2.0
+"""Times of grouped_mm at which the chart ends."""
+
+
 def chart(record: Mapping[str, Any], path: str) -> None:
     """Forward and backward together over the framework's grouped_mm path, a panel a framework."""
     import matplotlib
@@ -272,11 +276,12 @@ def chart(record: Mapping[str, Any], path: str) -> None:
         width = 0.8 / len(arms)
         for i, arm in enumerate(arms):
             heights = [row["arms"][arm]["both_ms"] / row["arms"][THEIRS]["both_ms"] for row in rows]
-            bars = axes.bar([x + i * width for x in range(len(rows))], heights, width, label=arm)
-            # The loops over experts reach far above the rest: cut, with their number beside.
-            axes.bar_label(bars, [f"{h:.1f}" if h > 2 else "" for h in heights], fontsize=6, padding=-8)
+            places = [x + i * width for x in range(len(rows))]
+            # The loops over experts reach far above the rest: cut, with their number inside.
+            bars = axes.bar(places, [min(h, CUT) for h in heights], width, label=arm)
+            axes.bar_label(bars, [f"{h:.1f}" if h > CUT else "" for h in heights], fontsize=6, padding=-8)
         axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_ylim(0, 2)
+        axes.set_ylim(0, 1.15 * CUT)
         axes.set_xticks([x + 0.4 for x in range(len(rows))], [r["shape"] for r in rows], rotation=15, ha="right")
         axes.set_ylabel(f"time / {THEIRS}")
         axes.set_title(f"{framework}: experts, forward and backward, {record['gpu']}", fontsize=10)

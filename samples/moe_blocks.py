@@ -238,7 +238,8 @@ def grouped_mlp(shape: Shape, w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
 
 
 def megatron_block(shape: Shape, device: torch.device) -> Block:
-    """Rows permuted before, and unpermuted after, in no arm. `opfuse` is its GroupedMLP, called as Megatron's."""
+    """Rows permuted before, and unpermuted after, in no arm. `grouped_mm` runs the activation as its formula stands;
+    Megatron's own fusion of it is code for torch's compiler, as in `compile`. `opfuse` is its GroupedMLP."""
     L, M, H, I = shape.L, shape.M, shape.H, shape.I
     leaves = {
         "x": normal(M, H, device=device),
