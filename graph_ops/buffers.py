@@ -16,7 +16,7 @@ from .ir.errors import VariantPackError, WorkspaceError
 from .ir.graph import OpGraph
 from .ir.tensor import TensorSpec
 from .overlap import Extent, first_overlap
-from .recall import Call, Recall
+from .recall import Recall
 
 Key = Tensor | str | int | None
 KEY_TYPES = (Tensor, str, int)
@@ -113,8 +113,8 @@ def as_tensor(value: Any, spec: TensorSpec) -> torch.Tensor:
 class Binder:
     """Checks variant packs for one graph and device. Holds no buffer between calls.
 
-    The only state are two bounded caches: what shapes, strides, types and devices imply, and `recall`, the signatures
-    of whole calls. Neither holds a tensor; entries are immutable and written whole, so threads may share them.
+    The only state are two bounded caches: what shapes, strides, types and devices imply, and `recall`, whole calls that
+    passed. Neither holds a tensor; entries are immutable and written whole, so threads may share them.
     """
 
     CACHE_LIMIT = 256
@@ -155,6 +155,7 @@ class Binder:
         self._promises = tuple((s.uid, s.multiple_of) for s in self.inputs if s.multiple_of != 1)
         self._seen: dict[tuple[Any, ...], Resolved] = {}
         self.recall = Recall()
+        self.checks_values = device.type == "cpu"
 
     # ------------------------------------------------------------------ keys
 
@@ -402,14 +403,9 @@ class Binder:
                 "call the graph under torch.inference_mode() too",
             )
 
-    def remember(self, pack: Mapping[Any, Any], workspace: Any, bound: Bound, choice: int) -> None:
-        """Lets `recall` know a call that passed; not one into inference tensors, which another mode would refuse."""
-        written = [uid for uid in bound.buffers if self._access[uid][0]]
-        self.recall.keep(pack, workspace, bound.buffers, written, Call(bound.bindings, choice))
-
     def check_values(self, buffers: Mapping[int, Buffer], bindings: Mapping[str, int]) -> None:
         """Values on the CPU, where looking is free: promised multiples; end offsets that grow from 0 to at most M."""
-        if self.device.type != "cpu":
+        if not self.checks_values:
             return
         for uid, multiple in self._promises:
             promised = buffers[uid]

@@ -7,7 +7,8 @@ may), synchronises nothing, and keeps no buffer, view or pointer after it return
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ import torch
 from ..kernels import torch_ops
 from ..kernels.problem import ROLES, Problem
 from ..kernels.registry import KERNELS, FusedKernel, KernelEntry
+from ..kernels.streams import current_stream
 from .buffers import WORKSPACE_ALIGNMENT, Bound, storage_shape, storage_stride, torch_dtype
 from .ir.dims import evaluate
 from .ir.errors import GraphNotSupportedError, StateError
@@ -104,6 +106,16 @@ class FusedStep:
             zero(buffers[uid])
         self.kernel.run({role: buffers[uid] for role, uid in self.roles}, scratch, bindings)
 
+    def prepare(
+        self, buffers: Mapping[int, Any], scratch: torch.Tensor | None, bindings: Mapping[str, int]
+    ) -> Callable[[int], object] | None:
+        """`run` as a function of the stream's handle, where the kernel has one and that is all."""
+        prepare = getattr(self.kernel, "prepare", None)
+        if prepare is None or self.zeroed:
+            return None
+        made: Callable[[int], object] | None = prepare({r: buffers[uid] for r, uid in self.roles}, scratch, bindings)
+        return made
+
     def skip(self, buffers: Mapping[int, Any]) -> None:
         """What is left to do where there is no row to launch for."""
         if not self.accumulates:
@@ -180,6 +192,11 @@ class Executable:
     _placements: dict[tuple[int, ...], Placement] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
+    def stream(self) -> Callable[[], int]:
+        """Gives the handle of torch's current stream on the device."""
+        return current_stream(self.device)
+
+    @cached_property
     def made(self) -> frozenset[int]:
         """The outputs that need no buffer when `launch` is called."""
         return frozenset(spec.uid for spec in self.makers.values())
@@ -208,10 +225,29 @@ class Executable:
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):  # data types are declared
                 return self.launch(given, bindings, workspace)
-        if torch.is_grad_enabled() or not self._is_current():
+        if torch.is_grad_enabled() or not self.is_current():
             with torch.no_grad(), self._current_device():
                 return self._launch(given, bindings, workspace)
         return self._launch(given, bindings, workspace)
+
+    def prepare(
+        self, given: Mapping[int, Any], bindings: Mapping[str, int], workspace: torch.Tensor | None
+    ) -> Callable[[int], object] | None:
+        """`launch` of these buffers as a function of the stream's handle, to be called with the device current.
+
+        It holds addresses and no tensor. None where some step needs more: torch, or what a run reads anew.
+        """
+        placement = self.placement(bindings)
+        if placement.views or placement.idle:
+            return None
+        scratch = self._scratch(placement, self._memory(placement, workspace))
+        launches = [
+            step.prepare(given, scratch, bindings) if isinstance(step, FusedStep) else None for step in self.steps
+        ]
+        ready = [launch for launch in launches if launch is not None]
+        if len(ready) < len(launches) or not ready:
+            return None
+        return ready[0] if len(ready) == 1 else functools.partial(_each, tuple(ready))
 
     def _launch(
         self, given: Mapping[int, Any], bindings: Mapping[str, int], workspace: torch.Tensor | None
@@ -228,16 +264,10 @@ class Executable:
         placement = self.placement(bindings)
         scratch = None
         if placement.views or placement.nbytes:
-            if workspace is None or not placement.nbytes:  # no rows, so nothing to hold
-                memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-            elif workspace.dtype is torch.uint8 and workspace.dim() == 1:
-                memory = workspace
-            else:
-                memory = workspace.view(-1).view(torch.uint8)
+            memory = self._memory(placement, workspace)
             for uid, start, end, dtype, shape, stride in placement.views:
                 buffers[uid] = memory[start:end].view(dtype).as_strided(shape, stride)
-            first, last = placement.scratch
-            scratch = memory[first:last] if last > first else None
+            scratch = self._scratch(placement, memory)
         for place, step in enumerate(self.steps):
             if place in placement.idle:
                 assert isinstance(step, FusedStep)
@@ -279,11 +309,29 @@ class Executable:
         ]  # fmt: skip
         return Placement(tuple(views), (first, first + max(needs, default=0)), frozenset(idle))
 
-    def _is_current(self) -> bool:
+    def _memory(self, placement: Placement, workspace: torch.Tensor | None) -> torch.Tensor:
+        """The workspace as bytes; none where there are no rows, so nothing to hold."""
+        if workspace is None or not placement.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        if workspace.dtype is torch.uint8 and workspace.dim() == 1:
+            return workspace
+        return workspace.view(-1).view(torch.uint8)
+
+    def _scratch(self, placement: Placement, memory: torch.Tensor) -> torch.Tensor | None:
+        first, last = placement.scratch
+        return memory[first:last] if last > first else None
+
+    def is_current(self) -> bool:
+        """Whether the plan's device is torch's current one."""
         return self.device.type != "cuda" or torch.cuda.current_device() == self.device.index
 
     def _current_device(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._is_current() else torch.cuda.device(self.device)
+        return nullcontext() if self.is_current() else torch.cuda.device(self.device)
+
+
+def _each(launches: Sequence[Callable[[int], object]], stream: int) -> None:
+    for launch in launches:
+        launch(stream)
 
 
 def compile_plan(plan: Plan, device: torch.device, *, kernels: Sequence[KernelEntry] = KERNELS) -> Executable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from logging import DEBUG
 from typing import TYPE_CHECKING, Any
 
 from ..fusion_rules import why_not
@@ -22,7 +23,7 @@ from .ir.verify import verify
 from .log import execute_log, log_fallbacks, plan_log
 from .outputs import Outputs
 from .plan import Plan
-from .plan_set import HEURISTICS, PlanSet
+from .plan_set import HEURISTICS, ITS_OWN, PlanSet
 from .planner import make_plan, require_fused
 from .rebuild import rebuild
 from .stages import Stage, require_stage
@@ -237,11 +238,18 @@ class Graph(GraphBuilder):
         before anything is launched.
         """
         plans, binder = self._ensure_built()
-        index, bindings, buffers = plans.accept(binder, variant_pack, workspace, outputs_required=True)
-        executable = plans.executable(index)
-        with self._stream(handle, binder):
-            executable.launch(buffers, bindings, workspace)
-        execute_log.debug("%s: ran plan %s with %s", self.name, executable.plan.name, bindings)
+        taken = plans.repeated(binder, variant_pack, workspace)
+        if taken is None:
+            taken = plans.accept(binder, variant_pack, workspace, outputs_required=True)
+        call = taken.call
+        executable = plans.executable(call.choice)
+        if call.launch is not None and executable.is_current():
+            call.launch(executable.stream() if handle is None else self._checked(handle, binder).cuda_stream)
+        else:
+            with self._stream(handle, binder):
+                executable.launch(taken.buffers, call.bindings, workspace)
+        if execute_log.isEnabledFor(DEBUG):
+            execute_log.debug("%s: ran plan %s with %s", self.name, executable.plan.name, call.bindings)
 
     def __call__(self, variant_pack: Mapping[Any, Any]) -> Outputs:
         """Runs the graph on the inputs given and returns its outputs, allocating those that are not given.
@@ -252,8 +260,10 @@ class Graph(GraphBuilder):
         import torch
 
         plans, binder = self._ensure_built()
-        index, bindings, buffers = plans.accept(binder, variant_pack, None, outputs_required=False)
-        executable = plans.executable(index)
+        taken = plans.repeated(binder, variant_pack, ITS_OWN)
+        if taken is None:
+            taken = plans.accept(binder, variant_pack, None, outputs_required=False)
+        executable, bindings, buffers = plans.executable(taken.call.choice), taken.call.bindings, taken.buffers
         made = {
             spec.uid: executable.allocate_output(spec, bindings)
             for spec in binder.outputs if spec.uid not in buffers and spec.uid not in executable.made
@@ -261,7 +271,8 @@ class Graph(GraphBuilder):
         nbytes = executable.workspace_bytes(bindings)
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=binder.device) if nbytes else None
         done = executable.launch({**buffers, **made}, bindings, workspace)
-        execute_log.debug("%s: ran plan %s with %s", self.name, executable.plan.name, bindings)
+        if execute_log.isEnabledFor(DEBUG):
+            execute_log.debug("%s: ran plan %s with %s", self.name, executable.plan.name, bindings)
         return Outputs({spec.uid: done[spec.uid] for spec in binder.outputs}, binder.output_names)
 
     # ------------------------------------------------------------------ plans: listing and selection
@@ -469,10 +480,16 @@ class Graph(GraphBuilder):
             return nullcontext()
         import torch
 
-        if binder.device.type == "cuda" and isinstance(handle, torch.cuda.Stream):
-            return torch.cuda.stream(handle)
+        return torch.cuda.stream(self._checked(handle, binder))
+
+    def _checked(self, handle: Any, binder: Binder) -> torch.cuda.Stream:
+        """The handle, a stream of the graph's GPU. Raises StateError("HANDLE") for anything else."""
+        import torch
+
+        if isinstance(handle, torch.cuda.Stream) and handle.device == binder.device:
+            return handle
         raise StateError("HANDLE", asked=f"execute(handle={handle!r})", seen=type(handle).__name__,
-                         required="None, or a torch.cuda.Stream where the graph runs on a GPU")  # fmt: skip
+                         required=f"None, or a torch.cuda.Stream of {binder.device} where that is a GPU")  # fmt: skip
 
 
 __all__ = ["POLICIES", "Graph", "Outputs"]

@@ -18,9 +18,13 @@ from .target import Target
 if TYPE_CHECKING:
     import torch
 
-    from .buffers import Binder, Buffer
+    from .buffers import Binder
     from .executor import Executable
+    from .recall import Found
     from .tuning import Progress, TuningRecord
+
+ITS_OWN = "its own"
+"""Stands for the workspace of a call that makes one."""
 
 HEURISTICS = ("A", "FALLBACK")
 """Modes of planning. A: the fused plan, then plans that do without one of its kernels, then the unfused plan; behind
@@ -76,6 +80,7 @@ class PlanSet:
         self.plans = candidate_plans(graph, target, modes, kernels)
         self.pinned: int | None = None
         self.record: TuningRecord | None = None
+        self.version = 0  # grows with every change of what `choice` answers
         self._kernels = kernels
         self._barred: set[int] = set()
         self._chosen: int | None = None
@@ -112,6 +117,7 @@ class PlanSet:
         if self._device is not None:
             self.executable(index)
         self.pinned = index
+        self.version += 1
 
     def deselect(self, names: Sequence[str]) -> None:
         """Bars every plan whose name contains one of `names`. Raises StateError for a name that no plan contains."""
@@ -127,12 +133,14 @@ class PlanSet:
             self._barred |= barred
         if self.pinned in self._barred:
             self.pinned = None
+        self.version += 1
 
     def build_first(self, device: torch.device) -> None:
         """Builds the first open plan that builds (and with known winners, those too)."""
         self._device = device
         built = self._build(self.open, enough=1)
         self._chosen = built[0]
+        self.version += 1
         for name in set(self.record.winners.values()) if self.record else ():
             self.executable(self._index_of(name))
 
@@ -147,6 +155,7 @@ class PlanSet:
         self.record = self.record or TuningRecord()
         if len(built) > 1:
             tune([self._executables[i] for i in built], binder, sizes, self.record)
+        self.version += 1
 
     def choice(self, bindings: Mapping[str, int]) -> int:
         """The index of the plan that runs at these symbol values."""
@@ -157,28 +166,35 @@ class PlanSet:
             return self._index_of(name)
         return self._chosen
 
+    def repeated(self, binder: Binder, pack: Mapping[Any, Any], workspace: torch.Tensor | str | None) -> Found | None:
+        """The call that this pack repeats, if the same plan would run again: checked then, and not now, but for the
+        values of offsets on the CPU. `workspace`: a string for calls that make their own. Raises VariantPackError."""
+        found = binder.recall.find(pack, workspace)
+        if found is None or found.call.version != self.version:
+            return None
+        if binder.checks_values:
+            binder.check_values(found.buffers, found.call.bindings)
+        return found
+
     def accept(
         self, binder: Binder, pack: Mapping[Any, Any], workspace: torch.Tensor | None, *, outputs_required: bool
-    ) -> tuple[int, Mapping[str, int], Mapping[int, Buffer]]:
-        """Checks a variant pack (and the workspace, where outputs are required): the plan to run, the symbols' values
-        and the buffers by uid. Raises VariantPackError or WorkspaceError.
+    ) -> Found:
+        """Checks a variant pack (and the workspace, where outputs are required) and remembers it, see `repeated`.
+        Raises VariantPackError or WorkspaceError."""
+        from .recall import Call, Found
 
-        What passed once is not checked again, but for the values of offsets on the CPU.
-        """
-        place = workspace if outputs_required else "its own"
-        found = binder.recall.find(pack, place)
-        if found is not None:
-            call, tensors = found
-            if self.choice(call.bindings) == call.choice:
-                binder.check_values(tensors, call.bindings)
-                return call.choice, call.bindings, tensors
+        place = workspace if outputs_required else ITS_OWN
+        version = self.version
         bound = binder.bind(binder.collect(pack, outputs_required=outputs_required))
         index = self.choice(bound.bindings)
+        launch = None
         if outputs_required:
-            nbytes = self.executable(index).workspace_bytes(bound.bindings)
-            binder.check_workspace(workspace, nbytes, bound.extents)
-        binder.remember(pack, place, bound, index)
-        return index, bound.bindings, bound.buffers
+            executable = self.executable(index)
+            binder.check_workspace(workspace, executable.workspace_bytes(bound.bindings), bound.extents)
+            launch = executable.prepare(bound.buffers, bound.bindings, workspace)
+        call = Call(bound.bindings, index, version, launch)
+        binder.recall.keep(pack, place, bound.buffers, call)
+        return Found(call, tuple(bound.buffers), tuple(bound.buffers.values()))
 
     def executable(self, index: int) -> Executable:
         """The plan of that index, built. Raises GraphNotSupportedError("BUILD_DECLINED") where it does not build."""

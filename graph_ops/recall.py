@@ -1,53 +1,80 @@
 """What a graph remembers of calls whose buffers it has checked: the same buffers need no second look.
 
-A check depends on where a tensor lies and how, never on what it holds, so that equal signatures pass alike: new values
-at an address, or another tensor that took over the memory, change nothing. Values that are checked (offsets on the
-CPU) are looked at again each time, by the caller. No tensor is kept, only numbers, types and devices.
+A check depends on where a tensor lies and how, never on what it holds, so that equal addresses of like tensors pass
+alike: new values at an address, or another tensor that took over the memory, change nothing. Values that are checked
+(offsets on the CPU) are looked at again each time, by the caller. No tensor is kept, only numbers and what they are
+like.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .alike import alike_to
+
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """Classes whose attributes mean what torch says; a subclass may answer anything, and is checked each time."""
 
 LIMIT = 256
+SHAPES_AT_AN_ADDRESS = 16
+"""Calls with the same addresses: buffers of a fixed capacity, say, of which each step uses as many rows as it has."""
+
+_address = torch.Tensor.data_ptr
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the keys of a variant pack mean: a uid for each, and the places of outputs.
+    """What the keys of a variant pack mean: a uid for each.
 
     `numbers` are the places of keys that are integers: True and 1.0 equal 1, and are no keys.
     """
 
     uids: tuple[int, ...]
-    written: tuple[int, ...]
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that passed every check: the symbols' values, and the plan that was taken for them."""
+    """A call that passed every check: the symbols' values, and the plan that was taken for them.
+
+    `version` is that of the plans when it was. `launch` is all that the call does, as a function of the stream's
+    handle, where the addresses are all it needs.
+    """
 
     bindings: Mapping[str, int]
     choice: int
+    version: int
+    launch: Callable[[int], object] | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A call that is allowed, and what it is given; a buffer is a tensor, or the list of discrete weights."""
+
+    call: Call
+    uids: tuple[int, ...]
+    values: Sequence[Any]
+
+    @property
+    def buffers(self) -> dict[int, Any]:
+        """The buffers by uid."""
+        return dict(zip(self.uids, self.values, strict=False))  # a workspace may follow
 
 
 class Recall:
-    """Calls by signature, at most LIMIT. Entries are immutable and written whole, so threads may share it."""
+    """Calls by the addresses of their buffers, at most LIMIT. Entries are immutable and written whole, so threads may
+    share it."""
 
     def __init__(self) -> None:
         self._orders: dict[tuple[Any, ...], Order] = {}
-        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._calls: dict[tuple[Any, ...], tuple[tuple[Callable[..., bool], Call], ...]] = {}
 
-    def find(self, pack: Mapping[Any, Any], workspace: Any) -> tuple[Call, dict[int, torch.Tensor]] | None:
-        """The call that this pack repeats, and its buffers by uid; None where it must be checked.
+    def find(self, pack: Mapping[Any, Any], workspace: Any) -> Found | None:
+        """The call that this pack repeats; None where it must be checked.
 
         `workspace`: a tensor, None, or a string that stands for a call which makes its own.
         """
@@ -58,50 +85,46 @@ class Recall:
         for place in order.numbers:
             if keys[place].__class__ is not int:
                 return None
-        values = [*pack.values()]
-        signature = _signature(values, workspace)
-        if signature is None or (call := self._calls.get((order.uids, signature))) is None:
+        values, room = _tensors(pack, workspace)
+        if (key := _key(order, room, values)) is None:
             return None
-        for place in order.written:
-            held = values[place]
-            if held.requires_grad or held.is_inference():  # allowed or not by more than the tensor
-                return None
-        return call, dict(zip(order.uids, values, strict=True))
+        for alike, call in self._calls.get(key, ()):
+            if alike(*values):
+                return Found(call, order.uids, values)
+        return None
 
-    def keep(
-        self,
-        pack: Mapping[Any, Any],
-        workspace: Any,
-        buffers: Mapping[int, Any],
-        written: Sequence[int],
-        call: Call,
-    ) -> None:
+    def keep(self, pack: Mapping[Any, Any], workspace: Any, buffers: Mapping[int, Any], call: Call) -> None:
         """Remembers a call that passed; not one whose buffers had to be converted, or that is no plain call."""
-        keys, values = tuple(pack), [*pack.values()]
-        uids = tuple(buffers)
-        if len(values) != len(uids) or any(a is not b for a, b in zip(values, buffers.values(), strict=True)):
+        keys, uids = tuple(pack), tuple(buffers)
+        if len(keys) != len(uids) or any(a is not b for a, b in zip(pack.values(), buffers.values(), strict=True)):
             return
-        if (signature := _signature(values, workspace)) is None:
+        order = Order(uids, tuple(place for place, key in enumerate(keys) if isinstance(key, int)))
+        values, place = _tensors(pack, workspace)
+        if (key := _key(order, place, values)) is None:
             return
         if len(self._calls) >= LIMIT or len(self._orders) >= LIMIT:
             self._calls.clear()
             self._orders.clear()
-        places = tuple(place for place, uid in enumerate(uids) if uid in written)
-        numbers = tuple(place for place, key in enumerate(keys) if isinstance(key, int))
-        self._orders[keys] = Order(uids, places, numbers)
-        self._calls[uids, signature] = call
+        kept = [held for held in self._calls.get(key, ()) if not held[0](*values)]  # one of an older version
+        self._orders[keys] = order
+        self._calls[key] = (*kept[1 - SHAPES_AT_AN_ADDRESS :], (alike_to(values), call))
 
 
-def _signature(values: list[Any], workspace: Any) -> tuple[Any, ...] | None:
-    """All that the checks of buffers read, for plain strided tensors; None where one is something else."""
-    tensors = values if workspace is None or workspace.__class__ is str else [*values, workspace]
-    if not PLAIN.issuperset(map(type, tensors)):
+def _tensors(pack: Mapping[Any, Any], workspace: Any) -> tuple[list[Any], str]:
+    """The values of a pack and, if it is a tensor, the workspace; what it is else."""
+    if workspace is None or workspace.__class__ is str:
+        return [*pack.values()], workspace or "none"
+    return [*pack.values(), workspace], "given"
+
+
+def _key(order: Order, workspace: str, values: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Where calls of these addresses are kept; None where a value is no plain tensor with memory of its own."""
+    if not PLAIN.issuperset(map(type, values)):
         return None
     try:
-        read = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in tensors]
-    except RuntimeError:  # no memory of its own: sparse, or wrapped by a transform
+        return (order.uids, workspace, *map(_address, values))
+    except RuntimeError:  # sparse, or wrapped by a transform
         return None
-    return (*read, workspace if tensors is values else len(tensors))
 
 
-__all__ = ["Call", "Recall"]
+__all__ = ["Call", "Found", "Recall"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..streams import current_stream
 from .arguments import dglu_arguments, refusal, words_of
 from .config import DgluConfig, illegal, padded_bytes, scratch_tensors
 
@@ -102,16 +103,6 @@ def _multiprocessors(device: int) -> int:
 def has_tiles(config: DgluConfig, M: int) -> bool:
     """Whether an expert can own a row of M: column quantization has groups of whole 32-row blocks."""
     return M > 0 if config.q_col_dtype is None else M >= 32
-
-
-def current_stream(device: torch.device) -> Callable[[], int]:
-    """A function that returns the handle of torch's current stream on a device, in 0.1 us: the attribute of
-    torch.cuda.current_stream() takes 1."""
-    import torch
-
-    if device.type != "cuda":
-        return int  # 0: emulated
-    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)  # type: ignore[attr-defined]
 
 
 def clusters(config: DgluConfig, device: torch.device) -> int:

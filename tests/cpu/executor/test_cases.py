@@ -194,7 +194,8 @@ def test_c65_a_step_that_needs_the_host_refuses_capture_before_launch(
 
 def test_c68_the_stream_is_torchs_current_one_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
-        pass
+        def __init__(self, device: int = 0) -> None:
+            self.device = torch.device("cuda", device)
 
     entered: list[Any] = []
 
@@ -212,9 +213,10 @@ def test_c68_the_stream_is_torchs_current_one_unless_one_is_given(monkeypatch: p
     mine = Stream()
     with graph._stream(mine, on_gpu):
         assert entered == [mine]
-    with pytest.raises(StateError) as caught:
-        graph._stream(0, on_gpu)
-    assert caught.value.code == "HANDLE", "a raw number could mean the legacy stream"
+    for other in (0, Stream(1)):
+        with pytest.raises(StateError) as caught:
+            graph._stream(other, on_gpu)
+        assert caught.value.code == "HANDLE", "a raw number could mean the legacy stream; another GPU has other memory"
 
 
 def test_c70_every_field_of_a_tensor_changes_the_key_or_is_declared_irrelevant(tools: Any) -> None:

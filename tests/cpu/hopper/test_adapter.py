@@ -20,6 +20,7 @@ import torch
 from opfuse.graph_ops import VariantPackError
 from opfuse.kernels.hopper import grouped_dglu, support
 from opfuse.kernels.sm90 import host
+from opfuse.kernels.sm90.config import DgluConfig
 
 GPU = Path(__file__).parents[2] / "gpu"
 
@@ -241,7 +242,7 @@ def tensors_of(config: Any, rows: int = 256, k: int = 64, n: int = 64, experts: 
 def test_launch_refuses_tensors_that_the_function_cannot_take(
     emulation: ModuleType, emulated: list[Any], change: Any, said: str
 ) -> None:
-    config = replace(support.DgluConfig(), has_dprob=True)
+    config = DgluConfig(has_dprob=True)
     host.install(config, function := emulation.Emulated(config))
     memory = torch.zeros(2**16, dtype=torch.uint8)
     tensors = tensors_of(config) | {"workspace": memory[-memory.data_ptr() % 128 :]}
