@@ -197,3 +197,81 @@ def test_what_is_remembered_is_bounded_and_holds_no_tensor(monkeypatch: pytest.M
     del pack
     gc.collect()
     assert not any(ref() is not None for ref in gone)
+
+
+def _resized(t: torch.Tensor) -> torch.Tensor:
+    return t.resize_(4, 3)
+
+
+def _replaced(t: torch.Tensor) -> torch.Tensor:
+    t.data = torch.zeros(4, 6, dtype=torch.float16)
+    return t
+
+
+def _subclassed(t: torch.Tensor) -> torch.Tensor:
+    class Odd(torch.Tensor):
+        pass
+
+    return t.as_subclass(Odd)
+
+
+def _of_inference(t: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(4, 6)
+
+
+UNLIKE: dict[str, Any] = {
+    "resized": _resized, "other data": _replaced, "subclass": _subclassed, "inference": _of_inference,
+    "as_strided_": lambda t: t.as_strided_((4, 6), (1, 4)), "transposed": lambda t: t.t(), "rank": lambda t: t[None],
+    "type": lambda t: t.view(torch.int32), "negated": torch._neg_view, "differentiable": lambda t: t.requires_grad_(),
+    "parameter": torch.nn.Parameter, "device": lambda t: t.to("meta"), "sparse": lambda t: t.to_sparse(),
+}  # fmt: skip
+LIKE: dict[str, Any] = {
+    "itself": lambda t: t, "another": lambda t: torch.ones(4, 6), "inside": lambda t: torch.zeros(5, 6)[1:],
+    "replaced": lambda t: t.set_(torch.ones(4, 6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("change", [*UNLIKE, *LIKE])
+def test_alike_is_all_but_address_and_values(monkeypatch: pytest.MonkeyPatch, guarded: bool, change: str) -> None:
+    from opfuse.graph_ops import alike
+
+    if not guarded:
+        monkeypatch.setattr(alike, "TENSOR_GUARDS", None)
+    elif alike.TENSOR_GUARDS is None:
+        pytest.skip(f"torch {torch.__version__}: {alike.GUARDED} are known")
+    t, other = torch.zeros(4, 6), torch.zeros(3)
+    check = alike.alike_to((t, other))
+    assert check(t, other)
+    changed = UNLIKE[change](t) if change in UNLIKE else LIKE[change](t)
+    assert check(changed, other) is (change in LIKE)
+
+
+def test_one_tensor_in_two_places_is_remembered(checks: list[int]) -> None:
+    graph = Graph(device="cpu", io_data_type=DataType.FLOAT)
+    x, z = graph.tensor("x", (4,)), graph.tensor("z", (4,))
+    graph.add(x, z).set_data_type(DataType.FLOAT).set_output(True).set_name("y")
+    both = torch.randn(4)
+    pack = {"x": both, "z": both, "y": torch.empty(4)}
+    for _ in range(3):
+        graph.execute(pack)
+    assert len(checks) == 1 and torch.equal(pack["y"], both + both)
+    apart = pack | {"z": torch.randn(4)}
+    for _ in range(2):
+        graph.execute(apart)
+        graph.execute(pack)
+    assert len(checks) == 2 and torch.equal(pack["y"], both + both)
+
+
+def test_row_counts_that_share_their_memory_are_told_apart(checks: list[int]) -> None:
+    graph, _ = _product()
+    whole = {"a": torch.randn(6, 8), "y": torch.empty(6, 4), "b": torch.randn(2, 8, 4)}
+    for _ in range(2):
+        for rows in (6, 1, 4):
+            pack = whole | {n: whole[n][:rows] for n in ("a", "y")} | {"offs": torch.tensor([0, rows]).int()}
+            whole["y"].fill_(torch.nan)
+            graph.execute(pack)
+            torch.testing.assert_close(pack["y"], _wanted(pack))
+            assert bool(whole["y"][rows:].isnan().all())
+    assert len(checks) <= 6

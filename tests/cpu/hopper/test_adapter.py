@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,6 +102,92 @@ def test_only_scales_are_zeroed_for_the_kernel(gpu: Any) -> None:
     executable = graph._plan_set.executable(0)
     scales = {tensors[name].uid for name in ("sf_row", "sf_col")}
     assert executable.partly_written | set(executable.steps[0].zeroed) == scales
+
+
+# ------------------------------------------------------------------ repeated calls
+
+
+@pytest.fixture
+def ready(gpu: Any, seed: int) -> tuple[Any, dict[Any, torch.Tensor], torch.Tensor]:
+    """A built graph, a pack that was executed once, and its workspace."""
+    case = gpu.CASES["prob"]
+    graph, _ = gpu.build(case)
+    inputs = gpu.operands(case, seed)
+    rows = inputs["a"].shape[0]
+    pack = {**inputs, **gpu.poisoned(case, rows)}
+    memory = torch.empty(graph.get_workspace_size({"M": rows}) + 256, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 256 :]
+    graph.execute(pack, memory)
+    return graph, pack, memory
+
+
+def test_the_same_call_again_is_the_launch_alone(
+    ready: Any, emulated: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opfuse.graph_ops.buffers import Binder
+    from opfuse.graph_ops.executor import Executable
+
+    graph, pack, memory = ready
+    wanted = {name: t.clone() for name, t in pack.items()}
+    for held, name in ((Binder, "bind"), (Executable, "launch")):
+        monkeypatch.setattr(held, name, lambda *a, name=name, **k: pytest.fail(f"{name} again"))
+    for name in ("d", "dprob"):
+        pack[name].fill_(torch.nan)
+    with torch.autocast("cpu", enabled=False):
+        graph.execute(pack, memory)
+    assert emulated[0].calls == 2
+    for name, t in wanted.items():
+        assert torch.equal(pack[name].view(torch.uint8), t.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda pack: pack["d"].set_(pack["c"]), "ALIASED"),
+        (lambda pack: pack["d"].resize_(pack["d"].shape[0] - 1, pack["d"].shape[1]), "SHAPE"),
+        (lambda pack: pack["d"].as_strided_(pack["d"].shape, (1, pack["d"].shape[0])), "STRIDE"),
+        (lambda pack: setattr(pack["c"], "data", pack["c"].float()), "DATA_TYPE"),
+        (lambda pack: pack["dprob"].requires_grad_(), "REQUIRES_GRAD"),
+        (lambda pack: pack["d"].set_(torch.zeros(pack["d"].numel() + 8).bfloat16()[1:-7].view(pack["d"].shape)),
+         "ALIGNMENT"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_is_changed_in_place_is_refused_before_the_launch(
+    ready: Any, emulated: list[Any], change: Any, code: str
+) -> None:
+    graph, pack, memory = ready
+    graph.execute(pack, memory)
+    change(pack)
+    with pytest.raises(VariantPackError) as caught:
+        graph.execute(pack, memory)
+    assert caught.value.code == code or (code == "SHAPE" and "M" in str(caught.value))
+    assert emulated[0].calls == 2
+
+
+def test_threads_repeat_their_own_calls(gpu: Any, emulated: list[Any], seed: int) -> None:
+    graph, _ = gpu.build(gpu.CASES["prob"])
+    wrong: list[Any] = []
+
+    def work(turn: int) -> None:
+        case = replace(gpu.CASES["prob"], sizes=(10 + turn, 0, 3, 0, 0, 0), tail=0)
+        inputs = gpu.operands(case, seed + turn)
+        pack = {**inputs, **gpu.poisoned(case, inputs["a"].shape[0])}
+        memory = torch.empty(graph.get_workspace_size({"M": inputs["a"].shape[0]}) + 256, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % 256 :]
+        graph.execute(pack, memory)
+        first = pack["d"].clone()
+        for _ in range(5):
+            pack["d"].fill_(torch.nan)
+            graph.execute(pack, memory)
+            if not torch.equal(pack["d"], first):
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and emulated[0].calls == 8 * 6
 
 
 # ------------------------------------------------------------------ the adapter alone
