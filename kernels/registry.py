@@ -14,6 +14,7 @@ from .cudnn import block_scaled as cudnn_block_scaled
 from .cudnn import forward as cudnn_forward
 from .cudnn import knobs as cudnn_knobs
 from .cudnn import support as cudnn_support
+from .hopper import glu_support as hopper_glu_support
 from .hopper import support as hopper_support
 from .problem import Problem
 
@@ -75,6 +76,7 @@ class KernelEntry:
         return kernel
 
 
+_HOPPER_PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "filelock", "platformdirs")
 _CUDNN_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "cuda-python")
 _cudnn_entry = partial(KernelEntry, evidence="compiled", requires_packages=_CUDNN_PACKAGES)
 
@@ -87,10 +89,24 @@ KERNELS: tuple[KernelEntry, ...] = (
         conditions=hopper_support.DGLU,
         module=f"{__package__}.hopper.grouped_dglu",
         evidence="measured",
-        requires_packages=("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "filelock", "platformdirs"),
+        requires_packages=_HOPPER_PACKAGES,
         deterministic=True,
         launches=hopper_support.launches,
         variants=hopper_support.variants,
+        zeroes_rows=True,
+    ),
+    KernelEntry(
+        id="sm90.grouped_gemm_glu",
+        rule="grouped_gemm_glu",
+        doc="our grouped GEMM + GLU for Hopper: dense or discrete weights, every activation and layout, bias, C",
+        arches=hopper_support.ARCHES,
+        conditions=hopper_glu_support.GLU,
+        module=f"{__package__}.hopper.grouped_glu",
+        evidence="compiled",
+        requires_packages=_HOPPER_PACKAGES,
+        deterministic=True,
+        launches=hopper_glu_support.launches,
+        variants=hopper_glu_support.variants,
         zeroes_rows=True,
     ),
     _cudnn_entry(

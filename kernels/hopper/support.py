@@ -7,7 +7,7 @@ The conditions here are about tensors, layouts and meaning, which a configuratio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -70,8 +70,21 @@ def b_major(problem: Problem) -> str | None:
     return "n" if n_stride == 1 and _divides(k_stride, ROW_PITCH) else None
 
 
-def _type_name(problem: Problem, role: str) -> str | None:
+def type_name(problem: Problem, role: str) -> str | None:
+    """The configuration's name of a role's data type, None where the role is absent."""
     return DTYPE_NAMES.get(problem[role].data_type, repr(problem[role].data_type)) if role in problem else None
+
+
+def activation(problem: Problem) -> Activation:
+    """The activation and its parameters, as a kernel's configuration has them."""
+    given = problem.attributes
+    act = {"name": given["act"]}
+    if given["act"] == "geglu":
+        act |= {"alpha": given["geglu_alpha"], "clamp_max": given["clamp_max"], "clamp_min": given["clamp_min"],
+                "offset": given["linear_offset"]}  # fmt: skip
+    elif given["act"] == "situglu":
+        act |= {"beta1": given["situ_beta1"], "beta2": given["situ_beta2"]}
+    return Activation(**act)
 
 
 def configuration(problem: Problem) -> DgluConfig:
@@ -79,30 +92,24 @@ def configuration(problem: Problem) -> DgluConfig:
     given = problem.attributes
     layout = problem["c"].glu_layout
     scales = [problem[r].scale_layout for r in ("sf_row", "sf_col") if r in problem]
-    act = {"name": given["act"]}
-    if given["act"] == "geglu":
-        act |= {"alpha": given["geglu_alpha"], "clamp_max": given["clamp_max"], "clamp_min": given["clamp_min"],
-                "offset": given["linear_offset"]}  # fmt: skip
-    elif given["act"] == "situglu":
-        act |= {"beta1": given["situ_beta1"], "beta2": given["situ_beta2"]}
     return DgluConfig(
-        ab_dtype=_type_name(problem, "a") or "",
+        ab_dtype=type_name(problem, "a") or "",
         b_major=b_major(problem) or "k",
         discrete_b=problem["b"].discrete,
         glu_layout=LAYOUT_NAMES.get(layout, str(layout)) if layout is not None else "none",
-        act=Activation(**act),
-        c_dtype=_type_name(problem, "c") or "",
-        d_dtype=_type_name(problem, "d"),
+        act=activation(problem),
+        c_dtype=type_name(problem, "c") or "",
+        d_dtype=type_name(problem, "d"),
         has_prob="prob" in problem,
         has_alpha="alpha" in problem,
         alpha_exponent=given.get("alpha_exponent", 1) if "alpha" in problem else 2,
         has_beta="beta" in problem,
         has_dprob="dprob" in problem,
-        activation_dtype=_type_name(problem, "activation"),
-        dbias_dtype=_type_name(problem, "dbias"),
+        activation_dtype=type_name(problem, "activation"),
+        dbias_dtype=type_name(problem, "dbias"),
         has_amax="amax" in problem,
-        q_row_dtype=_type_name(problem, "q_row"),
-        q_col_dtype=_type_name(problem, "q_col"),
+        q_row_dtype=type_name(problem, "q_row"),
+        q_col_dtype=type_name(problem, "q_col"),
         sf_swizzled=all(s.swizzled for s in scales if s is not None),
         deterministic=problem.deterministic,
     )
@@ -115,14 +122,14 @@ def scheduled(problem: Problem, variant: str | None = None) -> DgluConfig:
     if variant is not None:
         return replace(config, schedule=SHIPPED[variant])
     _, depth, columns, _ = extents(problem)
-    return schedule_for(config, n=_typical(columns), k=_typical(depth))
+    return schedule_for(config, n=typical(columns), k=typical(depth))
 
 
 def variants(problem: Problem) -> tuple[str, ...]:
     """The schedules worth measuring beside the table's choice, by name."""
     _, depth, columns, _ = extents(problem)
     first = scheduled(problem)
-    legal = candidates(first, n=_typical(columns), k=_typical(depth))
+    legal = candidates(first, n=typical(columns), k=typical(depth))
     return tuple(name for name, schedule in SHIPPED.items() if schedule in legal and schedule != first.schedule)
 
 
@@ -148,7 +155,7 @@ def launches(problem: Problem) -> int:
     return 1 + finishes(configuration(problem)) + 2 * problem["b"].discrete
 
 
-def _typical(extent: Dim) -> int:
+def typical(extent: Dim) -> int:
     """The extent; a symbol counts as a usual model's, so that it falls in the table's middle class."""
     return extent if isinstance(extent, int) else 2048
 
@@ -162,11 +169,13 @@ def _row_pitch(tensor: TensorSpec, pitch: int) -> bool:
     return tensor.stride[1] == 1 and _divides(tensor.stride[0], pitch)
 
 
-def _bad_matrices(p: Problem) -> list[str]:
-    return [f"{r} stride {p[r].stride}" for r in MATRIX_ROLES if r in p and not _row_pitch(p[r], ROW_PITCH)]
+def bad_matrices(p: Problem, roles: Iterable[str] = MATRIX_ROLES) -> list[str]:
+    """Those of `roles` that are not row-major with rows as TMA takes them."""
+    return [f"{r} stride {p[r].stride}" for r in roles if r in p and not _row_pitch(p[r], ROW_PITCH)]
 
 
-def _bad_vectors(p: Problem) -> list[str]:
+def bad_vectors(p: Problem) -> list[str]:
+    """Vectors of another type than the kernels read, or with gaps."""
     return [
         f"{r} {p[r].data_type!r} stride {p[r].stride}"
         for r in VECTOR_ROLES
@@ -178,7 +187,8 @@ def _misaligned(p: Problem) -> list[str]:
     return [f"{r} {t.alignment}" for r, t in p.tensors.items() if t.alignment % ALIGNMENT and not t.is_virtual]
 
 
-def _present(*roles: str) -> Callable[[Problem, Arch], bool]:
+def present(*roles: str) -> Callable[[Problem, Arch], bool]:
+    """A condition's `applies`: one of the roles is there."""
     return lambda p, a: any(role in p for role in roles)
 
 
@@ -216,7 +226,7 @@ def group_multiple(p: Problem) -> int:
     return wanted
 
 
-_CONTIGUOUS = "pass a contiguous copy"
+CONTIGUOUS = "pass a contiguous copy"
 
 DGLU: tuple[Condition, ...] = (
     Condition(
@@ -242,15 +252,15 @@ DGLU: tuple[Condition, ...] = (
     ),
     Condition(
         "MATRIX_LAYOUT", f"row-major a, c, d and activation, rows at multiples of {ROW_PITCH} elements",
-        lambda p, a: ", ".join(_bad_matrices(p)), lambda p, a: not _bad_matrices(p), _CONTIGUOUS,
+        lambda p, a: ", ".join(bad_matrices(p)), lambda p, a: not bad_matrices(p), CONTIGUOUS,
     ),
     Condition(
         "B_LAYOUT", f"K-major or N-major weights, the other strides multiples of {ROW_PITCH}; discrete ones packed",
-        lambda p, a: f"b {p['b'].dim} with stride {p['b'].stride}", lambda p, a: b_major(p) is not None, _CONTIGUOUS,
+        lambda p, a: f"b {p['b'].dim} with stride {p['b'].stride}", lambda p, a: b_major(p) is not None, CONTIGUOUS,
     ),
     Condition(
         "VECTOR_LAYOUT", "INT32 offsets and FLOAT alpha, beta, prob and dprob, without gaps",
-        lambda p, a: ", ".join(_bad_vectors(p)), lambda p, a: not _bad_vectors(p), _CONTIGUOUS,
+        lambda p, a: ", ".join(bad_vectors(p)), lambda p, a: not bad_vectors(p), CONTIGUOUS,
     ),
     Condition(
         "ALIGNMENT", f"data pointers aligned to {ALIGNMENT} bytes",
@@ -270,7 +280,7 @@ DGLU: tuple[Condition, ...] = (
         "SOURCE_ROUNDING", "dbias, amax and codes of the unrounded gradient",
         lambda p, a: f"{', '.join(r for r in DERIVED_ROLES if r in p)} of a gradient rounded to {_source_type(p)!r}",
         lambda p, a: _source_type(p) is DataType.FLOAT,
-        "leave dx virtual FLOAT, and write identity(dx) with d's data type", _present(*DERIVED_ROLES),
+        "leave dx virtual FLOAT, and write identity(dx) with d's data type", present(*DERIVED_ROLES),
     ),
     Condition(
         "ACT_PARAMETERS", "activation parameters that are finite in float32",
@@ -280,14 +290,14 @@ DGLU: tuple[Condition, ...] = (
     ),
     Condition(
         "DBIAS_LAYOUT", "row-major dbias", lambda p, a: f"dbias stride {p['dbias'].stride}",
-        lambda p, a: p["dbias"].stride[1] == 1, _CONTIGUOUS, _present("dbias"),
+        lambda p, a: p["dbias"].stride[1] == 1, CONTIGUOUS, present("dbias"),
     ),
     Condition(
         "AMAX_FORM", "FLOAT amax (L, 2), gate and up apart, without gaps", lambda p, a: f"{p['amax']}",
         lambda p, a: p.attributes["amax.split_glu"]
         and p["amax"].data_type is DataType.FLOAT
         and p["amax"].is_contiguous,
-        "group_amax(dx, offsets, split_glu=True)", _present("amax"),
+        "group_amax(dx, offsets, split_glu=True)", present("amax"),
     ),
     Condition(
         "NORM_CONST", "no norm_const", lambda p, a: "norm_const on " + ", ".join(
@@ -296,12 +306,12 @@ DGLU: tuple[Condition, ...] = (
     ),
     Condition(
         "BLOCK_FORMAT", "MXFP8: E4M3 or E5M2 codes, E8M0 scales of 32", lambda p, a: "; ".join(_formats(p)),
-        lambda p, a: not _formats(p), "another format is quantized unfused", _present("q_row", "q_col"),
+        lambda p, a: not _formats(p), "another format is quantized unfused", present("q_row", "q_col"),
     ),
     Condition(
         "CODE_LAYOUT", f"row-major codes, rows at multiples of {CODE_PITCH}, and scales without gaps",
-        lambda p, a: ", ".join(_code_layouts(p)), lambda p, a: not _code_layouts(p), _CONTIGUOUS,
-        _present("q_row", "q_col"),
+        lambda p, a: ", ".join(_code_layouts(p)), lambda p, a: not _code_layouts(p), CONTIGUOUS,
+        present("q_row", "q_col"),
     ),
     Condition(
         "SCALE_LAYOUTS_EQUAL", "row and column scales both swizzled or both plain",
@@ -314,7 +324,7 @@ DGLU: tuple[Condition, ...] = (
         "scales, 128 for swizzled ones)",
         lambda p, a: f"offsets promise multiples of {p['offsets'].multiple_of}, scales need {group_multiple(p)}",
         lambda p, a: p["offsets"].multiple_of % group_multiple(p) == 0,
-        "pad each expert's rows and declare g.tensor(..., multiple_of=128)", _present("sf_row", "sf_col"),
+        "pad each expert's rows and declare g.tensor(..., multiple_of=128)", present("sf_row", "sf_col"),
     ),
     Condition(
         "LEGAL", "a configuration that the kernel's legality function accepts", lambda p, a: "; ".join(unbuilt(p)),

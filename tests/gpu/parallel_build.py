@@ -17,7 +17,10 @@ from typing import Any
 
 from opfuse.kernels.cache import CacheKey, KernelCache
 
-ADAPTERS = {"DgluConfig": "opfuse.kernels.hopper.grouped_dglu"}
+ADAPTERS = {
+    "DgluConfig": "opfuse.kernels.hopper.grouped_dglu",
+    "GluConfig": "opfuse.kernels.hopper.grouped_glu",
+}
 """Class of a configuration -> the module whose `compiled(config, cache)` compiles it and whose `kernel_cache()` the
 library uses."""
 

@@ -35,7 +35,7 @@ class OtherRows(Experts):
 
 
 @pytest.mark.parametrize("counts, ways", [
-    ([8, 0, 12], ("activations", False)), ([40, 10, 30], ("activations", False)), ([92, 0, 8], ("weights", False)),
+    ([8, 0, 12], ("activations", False)), ([40, 10, 30], ("weights", False)), ([92, 0, 8], ("weights", False)),
     ([300, 0, 52], ("weights", True)),
 ])  # fmt: skip
 def test_gate_and_up_of_two_weights_come_together_where_that_copies_less(counts, ways, seed, assert_close):

@@ -1,0 +1,183 @@
+"""What our grouped GEMM + GLU kernel for sm90 serves, as data. Imports neither torch nor the DSL.
+
+LEGAL asks the kernel's own `sm90.glu_config.illegal`, as in support.py, whose conditions these are where both kernels
+require the same. Roles: a, b, offsets, alpha, bias, prob; c is the pre-activation, d the activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...graph_ops.ir.dims import Dim, known_divisor
+from ...graph_ops.ir.dtypes import DataType
+from ...graph_ops.ir.layouts import GluLayout
+from ..condition import Condition
+from ..problem import Problem
+from ..sm90.config import GLU_LAYOUTS
+from ..sm90.glu_config import GluConfig, illegal
+from ..sm90.glu_tune import SHIPPED, candidates, schedule_for
+from .support import (
+    CONTIGUOUS,
+    DGLU,
+    DTYPE_NAMES,
+    LAYOUT_NAMES,
+    ROW_PITCH,
+    activation,
+    b_major,
+    bad_matrices,
+    bad_vectors,
+    extents,
+    present,
+    type_name,
+    typical,
+)
+
+HALVES = (DataType.BFLOAT16, DataType.HALF)
+MATRIX_ROLES = ("a", "c", "d", "bias")
+DERIVED_ROLES = ("q_row", "q_col", "dbias", "amax")
+"""Outputs computed from the activation, of which this kernel writes none."""
+PRODUCT_NAMES = {DataType.FLOAT: None, DataType.BFLOAT16: "bf16", DataType.HALF: "fp16"}
+
+
+def product_type(problem: Problem) -> DataType:
+    """Where the product rounds before the activation reads it: in its wide form, its own tensor, or nowhere."""
+    stored = problem["c"].data_type if "c" in problem else DataType.FLOAT
+    found: DataType = problem.rounding.get("c_wide", problem.rounding.get("c", stored))
+    return found
+
+
+def glu_layout(problem: Problem) -> GluLayout | None:
+    """The layout of the product's columns, which the weights or the bias have where the product has no tensor."""
+    return next((problem[r].glu_layout for r in ("c", "b", "bias") if r in problem and problem[r].glu_layout), None)
+
+
+def configuration(problem: Problem) -> GluConfig:
+    """The configuration that a problem asks for, with the default schedule; legal only if `illegal` says so."""
+    layout, product = glu_layout(problem), product_type(problem)
+    return GluConfig(
+        ab_dtype=type_name(problem, "a") or "",
+        b_major=b_major(problem) or "k",
+        discrete_b=problem["b"].discrete,
+        glu_layout=LAYOUT_NAMES.get(layout, str(layout)) if layout is not None else "none",
+        act=activation(problem),
+        product_dtype=PRODUCT_NAMES.get(product, repr(product)),
+        h_dtype=type_name(problem, "c"),
+        d_dtype=type_name(problem, "d") or "",
+        has_prob="prob" in problem,
+        has_alpha="alpha" in problem,
+        alpha_exponent=problem.attributes.get("alpha_exponent", 1) if "alpha" in problem else 1,
+        bias_dtype=type_name(problem, "bias"),
+    )
+
+
+def _shape(problem: Problem) -> tuple[int, int]:
+    """(columns of the activation, depth), a symbol as a usual model's."""
+    _, depth, columns, _ = extents(problem)
+    return typical(columns) // 2, typical(depth)
+
+
+def scheduled(problem: Problem, variant: str | None = None) -> GluConfig:
+    """The configuration with the schedule of that name, or with that which the table gives its shape class."""
+    config = configuration(problem)
+    if variant is not None:
+        return replace(config, schedule=SHIPPED[variant])
+    n, k = _shape(problem)
+    return schedule_for(config, n=n, k=k)
+
+
+def variants(problem: Problem) -> tuple[str, ...]:
+    """The schedules worth measuring beside the table's choice, by name."""
+    n, k = _shape(problem)
+    first = scheduled(problem)
+    legal = candidates(first, n=n, k=k)
+    return tuple(name for name, schedule in SHIPPED.items() if schedule in legal and schedule != first.schedule)
+
+
+def launches(problem: Problem) -> int:
+    """Launches of one run: the kernel; for separate experts the copy of their addresses and the launch that makes
+    descriptors of them."""
+    return 1 + 2 * problem["b"].discrete
+
+
+SAID_BEFORE: dict[str, tuple[str | None, ...]] = {
+    "ab_dtype": ("bf16", "fp16"),
+    "glu_layout": GLU_LAYOUTS,
+    "product_dtype": (None, "bf16", "fp16"),
+    "h_dtype": (None, "bf16", "fp16"),
+    "d_dtype": ("bf16", "fp16"),
+    "bias_dtype": (None, "bf16", "fp16", "fp32"),
+}
+"""Fields of a configuration that a condition of its own judges, with what it lets through: one fault, one reason."""
+
+
+def unbuilt(problem: Problem) -> list[str]:
+    """Every other reason for which the kernel's own legality function declines the problem's configuration."""
+    config = scheduled(problem)
+    judged: dict[str, Any] = {name: let[0] for name, let in SAID_BEFORE.items() if getattr(config, name) not in let}
+    return illegal(replace(config, **judged))
+
+
+def _columns_fit(columns: Dim) -> bool:
+    return known_divisor(columns) % 64 == 0 and columns != 0
+
+
+def _shared(*codes: str) -> tuple[Condition, ...]:
+    by_code = {condition.code: condition for condition in DGLU}
+    return tuple(by_code[code] for code in codes)
+
+
+GLU: tuple[Condition, ...] = (
+    *_shared("OPERAND_TYPE"),
+    Condition(
+        "COLUMN_MULTIPLE", "N known to be a multiple of 64: 32 gate and 32 up columns",
+        lambda p, a: f"N = {extents(p)[2]}", lambda p, a: _columns_fit(extents(p)[2]),
+        "pad the intermediate size to a multiple of 32",
+    ),
+    *_shared("DEPTH_MULTIPLE", "EXPERTS"),
+    Condition(
+        "MATRIX_LAYOUT", f"row-major a, c, d and bias, rows at multiples of {ROW_PITCH} elements",
+        lambda p, a: ", ".join(bad_matrices(p, MATRIX_ROLES)), lambda p, a: not bad_matrices(p, MATRIX_ROLES),
+        CONTIGUOUS,
+    ),
+    *_shared("B_LAYOUT"),
+    Condition(
+        "VECTOR_LAYOUT", "INT32 offsets and FLOAT alpha and prob, without gaps",
+        lambda p, a: ", ".join(bad_vectors(p)), lambda p, a: not bad_vectors(p), CONTIGUOUS,
+    ),
+    *_shared("ALIGNMENT"),
+    Condition(
+        "GLU_LAYOUT", "gate and up interleaved by 32, by 1, or concatenated", lambda p, a: f"b is {glu_layout(p)}",
+        lambda p, a: glu_layout(p) in LAYOUT_NAMES, "convert_glu_layout(w1, GluLayout.interleaved(32))",
+    ),
+    Condition(
+        "PRODUCT_ROUNDING", "a product that the activation reads in FLOAT, or rounded to BFLOAT16 or HALF",
+        lambda p, a: f"it rounds to {product_type(p)!r}", lambda p, a: product_type(p) in PRODUCT_NAMES,
+        "set_data_type on the product",
+    ),
+    Condition(
+        "C_TYPE", "BFLOAT16 or HALF c", lambda p, a: f"c is {p['c'].data_type!r}",
+        lambda p, a: p["c"].data_type in HALVES, "write identity of the product with a 16-bit data type", present("c"),
+    ),
+    Condition(
+        "D_TYPE", "the activation as a BFLOAT16 or HALF tensor",
+        lambda p, a: f"d is {p['d'].data_type!r}" if "d" in p else "no d",
+        lambda p, a: "d" in p and p["d"].data_type in HALVES, "set_data_type on the activation",
+    ),
+    Condition(
+        "BIAS_TYPE", "BFLOAT16, HALF or FLOAT bias", lambda p, a: f"bias is {p['bias'].data_type!r}",
+        lambda p, a: DTYPE_NAMES.get(p["bias"].data_type) in SAID_BEFORE["bias_dtype"], "set its data_type",
+        present("bias"),
+    ),
+    Condition(
+        "PLAIN_OUTPUTS", "no codes, column sums or amax of the activation",
+        lambda p, a: ", ".join(r for r in DERIVED_ROLES if r in p), lambda p, a: False,
+        "they stay nodes of their own, of the activation as a tensor of 16 bits", present(*DERIVED_ROLES),
+    ),
+    *_shared("ACT_PARAMETERS"),
+    Condition(
+        "LEGAL", "a configuration that the kernel's legality function accepts", lambda p, a: "; ".join(unbuilt(p)),
+        lambda p, a: not unbuilt(p), "sm90.glu_config.illegal states every limit",
+    ),
+)  # fmt: skip
+"""Every condition of the kernel, in the order in which reasons list them."""

@@ -1,0 +1,48 @@
+"""Adapter onto kernels/sm90's grouped GEMM + GLU: from roles to launch arguments, compiled objects from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...graph_ops.ir.dims import evaluate
+from ..cache import KernelCache
+from ..problem import Problem
+from ..sm90 import glu_host
+from ..sm90.glu_arguments import glu_arguments
+from ..sm90.glu_config import GluConfig
+from . import glu_support, support
+from .launched import Launched, cached, kernel_cache
+
+KERNEL = "sm90.grouped_gemm_glu"
+
+
+def compiled(config: GluConfig, cache: KernelCache) -> Any:
+    """The function of a configuration, from `cache` or compiled into it. Raises ImportError without the DSL."""
+    return cached(KERNEL, config, glu_host.compile_glu, cache)
+
+
+class GroupedGlu(Launched):
+    """A FusedKernel: one configuration on one device. Rows that no expert owns are zero in c and d."""
+
+    role_of = {"x": "a", "h": "c"}
+
+    def __init__(self, problem: Problem, device: torch.device, config: GluConfig) -> None:
+        super().__init__(problem, device, config, glu_arguments(config), compiled(config, kernel_cache()))
+        glu_host.install(config, self._function)
+
+    def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:
+        M, K, columns, L = (evaluate(extent, bindings) for extent in support.extents(self._problem))
+        return {"M": M, "K": K, "N": columns // 2, "2N": columns, "L": L}
+
+    def scratch_bytes(self, sizes: Mapping[str, int]) -> int:
+        return glu_host.workspace_bytes(self.config, sizes["L"])
+
+
+def build(problem: Problem, device: Any, variant: str | None = None) -> GroupedGlu:
+    """Compiles the kernel for `problem`, or loads it; `variant` is one of `glu_support.variants(problem)`. Raises
+    ImportError without the DSL, UnsupportedConfig where the kernel's legality function declines (condition LEGAL says
+    so first)."""
+    return GroupedGlu(problem, torch.device(device), glu_support.scheduled(problem, variant))

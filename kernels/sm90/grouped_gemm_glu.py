@@ -1,0 +1,329 @@
+"""Grouped GEMM + GLU for Hopper: h = x @ b[expert] and d = GLU(h) * prob in one persistent kernel.
+
+Warpgroup 0 feeds, warpgroups 1 and 2 compute, as in the backward kernel (grouped_gemm_dglu.py), whose mainloop,
+scheduler and roles these are. Per CTA (shared memory: operand stages, rings of output chunks, tile records):
+
+    warp 0     scheduler and operand loads. Per tile: finds the expert, writes the tile record, then per k step waits
+               for an empty stage, expects its bytes and issues the TMA loads (multicast inside a cluster).
+    warps 1-3  write zeros to the rows past the last offset, of which there are none as a rule.
+    wg 1, 2    ping-pong: they take tiles in turn, and one's epilogue runs under the other's mainloop; a pair of named
+               barriers keeps the mainloops in tile order. Cooperative: they share each tile's rows.
+
+A warp writes its own rows of a chunk and stores them by TMA itself, so the rings need no barriers.
+
+    barrier        arrivals                                               waits
+    ab_full[s]     1, warp 0's expect-tx, plus the stage's bytes          consumer warps
+    ab_empty[s]    consumer warps of a tile x CTAs of the cluster         warp 0
+    rec_full[i]    1, warp 0                                              the consumer warps of the tile
+    rec_empty[i]   consumer warps of the tile                             warp 0
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from . import mainloop, records, scheduler, stores
+from . import primitives as p
+from .config import CHUNK_N, CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS, TILE_K, WARPGROUP
+from .experts import DescribeExperts, descriptor
+from .glu_config import GluConfig, smem_bytes
+from .glu_epilogue import GluEpilogue
+from .glu_operands import GluOperands
+
+THREADS = WARPGROUP * (1 + CONSUMERS)
+
+
+class GroupedGemmGlu:
+    """The kernel of one configuration; `__call__` is the host side that builds descriptors and launches."""
+
+    def __init__(self, config: GluConfig) -> None:
+        self.config = config
+        s = self.schedule = config.schedule
+        self.operands = GluOperands(config)
+        self.consumer_warps = 4 if s.pingpong else 4 * CONSUMERS
+        self.stage_bytes = (s.tile_m + s.tile_n) * TILE_K * 2
+        self.columns_a_tile = s.tile_n // 2  # of the activation
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # (M, K)
+        b: cute.Tensor,  # (L, K, 2N), or (L,) addresses
+        descriptors: Optional[cute.Tensor],  # (L, 16) words: TMA descriptors of discrete weights
+        offsets: cute.Tensor,  # (L,)
+        h: Optional[cute.Tensor],  # (M, 2N)
+        d: cute.Tensor,  # (M, N)
+        prob: Optional[cute.Tensor],  # (M,)
+        alpha: Optional[cute.Tensor],  # (L,)
+        bias: Optional[cute.Tensor],  # (L, 2N)
+        clusters: Int32,
+        stream: cuda.CUstream,
+    ):
+        s, make = self.schedule, self.operands
+        columns = cute.size(d, mode=[1])
+        b_nkl = make.weights(x, b, columns * 2)
+        smem_a, smem_b, smem_box, smem_h, smem_d = make.layouts()
+        load_a, load_b = make.load_a(x, smem_a), make.load_b(b_nkl, smem_box)
+        if cutlass.const_expr(self.config.discrete_b):
+            DescribeExperts()(load_b[0], b, descriptors, b_nkl, stream)
+        store_h = (None, None)
+        if cutlass.const_expr(h is not None):
+            store_h = make.store_rows(h, stores.box_columns(self.config.glu_layout))
+        h_size = cute.cosize(smem_h) if self.config.h_dtype else 8
+
+        @cute.struct
+        class Storage:
+            ab_full: cute.struct.MemRange[Int64, s.ab_stages]
+            ab_empty: cute.struct.MemRange[Int64, s.ab_stages]
+            rec_full: cute.struct.MemRange[Int64, scheduler.RECORDS]
+            rec_empty: cute.struct.MemRange[Int64, scheduler.RECORDS]
+            records: cute.struct.MemRange[Int32, scheduler.RECORDS * scheduler.RECORD_WORDS]
+            h: cute.struct.Align[cute.struct.MemRange[make.ring_dtype, h_size], 1024 if self.config.h_dtype else 16]
+            a: cute.struct.Align[cute.struct.MemRange[make.dtype, cute.cosize(smem_a)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[make.dtype, cute.cosize(smem_b)], 1024]
+            d: cute.struct.Align[cute.struct.MemRange[make.ring_dtype, cute.cosize(smem_d)], 1024]
+
+        used, modelled = Storage.size_in_bytes(), smem_bytes(self.config)  # type: ignore[attr-defined]
+        assert used <= modelled, f"{used} bytes of shared memory, {modelled} by glu_config.smem_bytes"
+        self.storage = Storage
+        self.kernel(
+            *load_a, *load_b, *store_h, *make.store_rows(d, CHUNK_N), make.tiled_mma(False), make.tiled_mma(True),
+            smem_a, smem_b, smem_box, smem_h, smem_d, descriptors, offsets, h, d, prob, alpha, bias,
+            cute.size(x, mode=[1]), columns,
+        ).launch(
+            grid=[clusters * s.cluster_size, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[s.cluster_size, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom_a: cute.CopyAtom,
+        coords_a: cute.Tensor,
+        atom_b: cute.CopyAtom,
+        coords_b: cute.Tensor,
+        atom_h: Optional[cute.CopyAtom],
+        coords_h: Optional[cute.Tensor],
+        atom_d: cute.CopyAtom,
+        coords_d: cute.Tensor,
+        mma_first: cute.TiledMma,
+        mma: cute.TiledMma,
+        smem_a: cute.ComposedLayout,
+        smem_b: cute.ComposedLayout,
+        smem_box: cute.ComposedLayout,
+        smem_h: cute.ComposedLayout,
+        smem_d: cute.ComposedLayout,
+        descriptors: Optional[cute.Tensor],
+        offsets: cute.Tensor,
+        h: Optional[cute.Tensor],
+        d: cute.Tensor,
+        prob: Optional[cute.Tensor],
+        alpha: Optional[cute.Tensor],
+        bias: Optional[cute.Tensor],
+        depth: Int32,
+        columns: Int32,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        self._init_barriers(storage, warp)
+        if warp == 0:
+            for atom in (atom_a, atom_b, atom_h, atom_d):
+                if cutlass.const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
+        s_a = storage.a.get_tensor(smem_a.outer, swizzle=smem_a.inner)
+        s_b = storage.b.get_tensor(smem_b.outer, swizzle=smem_b.inner)
+        s_box = storage.b.get_tensor(smem_box.outer, swizzle=smem_box.inner)
+        s_d = storage.d.get_tensor(smem_d.outer, swizzle=smem_d.inner)
+        s_h = None
+        if cutlass.const_expr(h is not None):
+            s_h = storage.h.get_tensor(smem_h.outer, swizzle=smem_h.inner)
+        k_tiles = (depth + TILE_K - 1) // TILE_K
+        rows = cute.size(d, mode=[0])
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                a, b = (atom_a, coords_a, s_a), (atom_b, coords_b, s_box)
+                self._feed(storage, a, b, descriptors, offsets, rows, k_tiles, columns)
+            else:
+                for tensor in (h, d):
+                    if cutlass.const_expr(tensor is not None):
+                        stores.zero_rows(tensor, offsets[cute.size(offsets) - 1], rows, warp - 1, 3)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            group = cute.arch.make_warp_uniform(warp // 4 - 1)
+            epilogue = GluEpilogue(
+                self.config, storage, group, warp % 4, (atom_h, coords_h, s_h), h, (atom_d, coords_d, s_d), d, prob,
+                alpha, bias, columns,
+            )  # fmt: skip
+            self._compute(storage, group, mma_first, mma, s_a, s_b, k_tiles, columns, epilogue)
+
+    @cute.jit
+    def _init_barriers(self, storage, warp: Int32):
+        s = self.schedule
+        if warp == 0:
+            with cute.arch.elect_one():
+                self._init_array(storage.ab_full, s.ab_stages, 1)
+                self._init_array(
+                    storage.ab_empty, s.ab_stages, self.consumer_warps * mainloop.sharing_ctas(s.cluster_m, s.cluster_n)
+                )
+                self._init_array(storage.rec_full, scheduler.RECORDS, 1)
+                self._init_array(storage.rec_empty, scheduler.RECORDS, self.consumer_warps)
+            cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(s.cluster_size > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def _init_array(self, field, count: int, arrivals: int):
+        for i in range(count):
+            cute.arch.mbarrier_init(field.data_ptr() + i, arrivals)
+
+    @cute.jit
+    def _feed(self, storage, a, b, descriptors, offsets: cute.Tensor, rows: Int32, k_tiles: Int32, columns: Int32):
+        """Warp 0: one record and one stream of operand stages per tile."""
+        s = self.schedule
+        atom_a, coords_a, s_a = a
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        rank_m, rank_n = rank % s.cluster_m, rank // s.cluster_m
+        # A goes to the CTAs of the same M (ranks cluster_m apart).
+        row_mask = sum(1 << (i * s.cluster_m) for i in range(s.cluster_n))
+        mask_a = cutlass.Int16(row_mask << rank_m) if s.cluster_n > 1 else None
+        experts = cute.size(offsets)
+        width = cutlass.const_expr(self.columns_a_tile * s.cluster_n)
+        tiles_n = (columns + (width - 1)) // width
+        # Rows of x that a single cluster reads need not stay in L2.
+        policy_a = p.select(tiles_n == 1, Int64(stores.STREAM), Int64(stores.NORMAL))
+        state = (Int32(0), Int32(0), *scheduler.load_window(offsets, Int32(0), experts, rows, s.tile_m, s.cluster_m))
+        tile = cute.arch.block_idx()[0] // s.cluster_size
+        step = cute.arch.grid_dim()[0] // s.cluster_size
+        stage, phase, count = Int32(0), Int32(0), Int32(0)
+        full, empty = storage.ab_full.data_ptr(), storage.ab_empty.data_ptr()
+        found, expert, first, end, inner, m_tiles, _, state = scheduler.locate(
+            tile, offsets, experts, rows, tiles_n, state, s.tile_m, s.cluster_m
+        )
+        while found:
+            m, n = scheduler.order_in_expert(inner, m_tiles, tiles_n, s.band)
+            row = first + (m * s.cluster_m + rank_m) * s.tile_m
+            n0 = (n * s.cluster_n + rank_n) * self.columns_a_tile
+            records.write(storage, count, row, n0, end, expert)
+            count += 1
+            g_a = cute.local_tile(cute.domain_offset((row, 0), coords_a), (s.tile_m, TILE_K), (0, None))
+            part_a, tile_a = cpasync.tma_partition(
+                atom_a, rank_n, cute.make_layout(s.cluster_n), cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
+            )
+            copy_b = self._weights_of(b, descriptors, expert, n0, columns, rank_m, rank_n)
+
+            def copy_a(k, at, barrier):
+                cute.copy(
+                    atom_a, tile_a[None, k], part_a[None, at], tma_bar_ptr=barrier, mcast_mask=mask_a,
+                    cache_policy=policy_a,
+                )  # fmt: skip
+
+            stage, phase = mainloop.load_tile(
+                copy_a, copy_b, k_tiles, stage, phase, full, empty, self.stage_bytes, s.ab_stages
+            )
+            tile += step
+            found, expert, first, end, inner, m_tiles, _, state = scheduler.locate(
+                tile, offsets, experts, rows, tiles_n, state, s.tile_m, s.cluster_m
+            )
+        for _ in cutlass.range_constexpr(CONSUMERS if s.pingpong else 1):
+            records.write(storage, count, Int32(0), Int32(0), Int32(0), Int32(scheduler.END))
+            count += 1
+        # Peers may still arrive here and multicast here; wait until every stage has been given back.
+        for _ in cutlass.range(s.ab_stages, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            stage, phase = mainloop.next_stage(stage, phase, s.ab_stages)
+
+    def _weights_of(self, b, descriptors, expert, n0, columns, rank_m, rank_n):
+        """The function that starts a k step's loads of one tile's weights: `(k, stage, barrier)`."""
+        s, make = self.schedule, self.operands
+        atom, coords, s_box = b
+        # B goes to the CTAs of the same N (neighbours).
+        mask = cutlass.Int16(((1 << s.cluster_m) - 1) << (rank_n * s.cluster_m)) if s.cluster_m > 1 else None
+        weights = None
+        if self.config.discrete_b:
+            weights = descriptor(descriptors, expert)
+            cpasync.fence_tma_desc_acquire(weights)
+        of_expert = coords[None, None, 0 if self.config.discrete_b else expert]
+        loads = []
+        for box in [rank_m] if make.box_a_rank else range(make.b_boxes):
+            column = stores.box_column(self.config.glu_layout, n0, columns, box)
+            tile = cute.local_tile(cute.domain_offset((column, 0), of_expert), (make.b_columns, TILE_K), (0, None))
+            part, source = cpasync.tma_partition(
+                atom, 0 if make.box_a_rank else rank_m, cute.make_layout(make.b_slices), cute.group_modes(s_box, 0, 2),
+                cute.group_modes(tile, 0, 2),
+            )  # fmt: skip
+            loads.append((box, part, source))
+
+        def copy(k, at, barrier):
+            for box, part, source in loads:
+                cute.copy(
+                    atom, source[None, k], part[None, at * make.b_boxes + box], tma_bar_ptr=barrier, mcast_mask=mask,
+                    tma_desc_ptr=weights,
+                )  # fmt: skip
+
+        return copy
+
+    @cute.jit
+    def _compute(
+        self,
+        storage,
+        group: Int32,
+        mma_first: cute.TiledMma,
+        mma: cute.TiledMma,
+        s_a: cute.Tensor,
+        s_b: cute.Tensor,
+        k_tiles: Int32,
+        columns: Int32,
+        epilogue,
+    ):
+        """A consumer warpgroup: mainloop and epilogue of its tiles."""
+        s = self.schedule
+        thread = group * WARPGROUP if cutlass.const_expr(not s.pingpong) else Int32(0)
+        mma_slice = mma.get_slice(thread)
+        frag_a = mma.make_fragment_A(mma_slice.partition_A(s_a))
+        frag_b = mma.make_fragment_B(mma_slice.partition_B(s_b))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((s.tile_m, s.tile_n)), Float32)
+        full, empty = storage.ab_full.data_ptr(), storage.ab_empty.data_ptr()
+        shares = mainloop.shares_of_lane(s.cluster_m, s.cluster_n)
+        stage, phase, used = Int32(0), Int32(0), Int32(0)
+        tile = group if cutlass.const_expr(s.pingpong) else Int32(0)
+        stride = CONSUMERS if cutlass.const_expr(s.pingpong) else 1
+        if cutlass.const_expr(s.pingpong):
+            if group == 1:
+                stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
+                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP)
+
+        def hand_over():
+            if cutlass.const_expr(s.pingpong):
+                cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=CONSUMERS * WARPGROUP)
+
+        row, n0, end, expert = records.read(storage, tile)
+        while expert != scheduler.END:
+            epilogue.begin_tile(row, end, expert)
+            if cutlass.const_expr(s.pingpong):
+                cute.arch.barrier(barrier_id=1 + group, number_of_threads=CONSUMERS * WARPGROUP)
+            stage, phase = mainloop.multiply_tile(
+                mma_first, mma, acc, frag_a, frag_b, k_tiles, stage, phase, full, empty, s.ab_stages, shares,
+                hand_over,
+            )  # fmt: skip
+            if cutlass.const_expr(s.pingpong):
+                stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
+            # A cluster's last tile in M or N may lie past the expert's rows or past the columns.
+            if row < end and n0 < columns:
+                used = epilogue.run(acc, row, n0, end, expert, used)
+            tile += stride
+            row, n0, end, expert = records.read(storage, tile)
+        # Shared memory must outlive the stores that read it.
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
