@@ -34,19 +34,33 @@ class Program:
             offset += padded_bytes(part_rows, part_columns)
         return out
 
+    def _or_itself(self, parts, dprob):
+        """The partials of dprob (N tiles, M); dprob in their place where there is one tile, and nothing to add."""
+        tiles, rows = parts.shape
+        base = cutlass.select_(tiles == 1, dprob.iterator.toint(), parts.iterator.toint())
+        pointer = cute.make_ptr(cutlass.Float32, base, cute.AddressSpace.gmem, assumed_align=4)
+        return cute.make_tensor(pointer, cute.make_layout((tiles, rows), stride=(rows, 1)))
+
     @cute.jit
     def __call__(self, *words):
         sizes, given, clusters, stream = views.read(self.arguments, words)
         parts = self._scratch(given.get("workspace"), sizes["L"], sizes["M"], sizes["N"])
         dprob_parts, dbias_parts, amax_parts = (parts.get(name) for name in ("dprob", "dbias", "amax"))
+        if cutlass.const_expr(dprob_parts is not None):
+            dprob_parts = self._or_itself(dprob_parts, given["dprob"])
         d, prob, alpha, beta, activation, q_row, sf_row, q_col, sf_col = (given.get(name) for name in OPTIONAL)
         self.kernel(
             given["dy"], given["b"], parts.get("descriptors"), given["offsets"], given["c"], d, prob, alpha, beta,
             activation, dprob_parts, dbias_parts, amax_parts, q_row, sf_row, q_col, sf_col, clusters, stream,
         )  # fmt: skip
         if cutlass.const_expr(finishes(self.config)):
-            self.finish(given["offsets"], dprob_parts, given.get("dprob"), dbias_parts, given.get("dbias"), amax_parts,
-                        given.get("amax"), sizes["M"], sizes["2N"], stream)  # fmt: skip
+            adds = (given["offsets"], dprob_parts, given.get("dprob"), dbias_parts, given.get("dbias"), amax_parts,
+                    given.get("amax"), sizes["M"], sizes["2N"], stream)  # fmt: skip
+            if cutlass.const_expr(dbias_parts is None and amax_parts is None):
+                if cute.size(dprob_parts, mode=[0]) > 1:
+                    self.finish(*adds)
+            else:
+                self.finish(*adds)
 
 
 def compile_entry(config: DgluConfig):

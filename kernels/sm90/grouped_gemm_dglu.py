@@ -40,6 +40,7 @@ from .config import (
     TILE_K,
     WARPGROUP,
     DgluConfig,
+    finishes,
     log2,
     scratch_bytes,
     smem_bytes,
@@ -178,12 +179,18 @@ class GroupedGemmDglu:
             if warp == 0:
                 a, b = (atom_a, coords_a, s_a), (atom_b, coords_b, s_b)
                 self._feed(storage, a, b, descriptors, offsets, rows, k_tiles, columns)
+                if cutlass.const_expr(finishes(self.config)):
+                    cute.arch.griddepcontrol_launch_dependents()
             if warp == 1:
                 self._load_c(storage, atom_c, coords_c, s_c, columns)
             if warp >= 2:
                 for tensor in (d, activation, q_row, q_col):
                     if cutlass.const_expr(tensor is not None):
                         stores.zero_rows(tensor, offsets[cute.size(offsets) - 1], rows, warp - 2, 2)
+                if cutlass.const_expr(dprob_parts is not None):
+                    # One tile: the partials are dprob.
+                    if cute.size(dprob_parts, mode=[0]) == 1:
+                        self._zero_sums(dprob_parts, offsets[cute.size(offsets) - 1], rows, warp - 2)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = cute.arch.make_warp_uniform(warp // 4 - 1)
@@ -194,13 +201,21 @@ class GroupedGemmDglu:
             self._compute(storage, group, mma_first, mma, s_a, s_b, k_tiles, columns, epilogue)
 
     @cute.jit
+    def _zero_sums(self, sums: cute.Tensor, first: Int32, rows: Int32, warp: Int32):
+        """Zeros in the row sums from `first` on; two warps of every CTA share them."""
+        mine = (cute.arch.block_idx()[0] * 2 + warp) * 32 + cute.arch.lane_idx()
+        for row in cutlass.range(cutlass.max(first, Int32(0)) + mine, rows, cute.arch.grid_dim()[0] * 64, unroll=1):
+            sums[0, row] = Float32(0.0)
+
+    @cute.jit
     def _init_barriers(self, storage, warp: Int32):
         s = self.schedule
         if warp == 0:
             with cute.arch.elect_one():
                 self._init_array(storage.ab_full, s.ab_stages, 1)
-                self._init_array(storage.ab_empty, s.ab_stages,
-                                 self.consumer_warps * mainloop.sharing_ctas(s.cluster_m, s.cluster_n))
+                self._init_array(
+                    storage.ab_empty, s.ab_stages, self.consumer_warps * mainloop.sharing_ctas(s.cluster_m, s.cluster_n)
+                )
                 self._init_array(storage.c_full, CONSUMERS * s.ring_chunks, 1)
                 self._init_array(storage.c_empty, CONSUMERS * s.ring_chunks, 4)
                 self._init_array(storage.rec_full, scheduler.RECORDS, 1)
@@ -361,10 +376,20 @@ class GroupedGemmDglu:
             row, n0, end, expert, _ = self._read_record(storage, tile)
 
     @cute.jit
-    def _load_chunk(self, storage, atom_c: cute.CopyAtom, coords_c: cute.Tensor, s_c: cute.Tensor, group: Int32,
-                    used: Int32, row: Int32, n0: Int32, columns: Int32):
+    def _load_chunk(
+        self,
+        storage,
+        atom_c: cute.CopyAtom,
+        coords_c: cute.Tensor,
+        s_c: cute.Tensor,
+        group: Int32,
+        used: Int32,
+        row: Int32,
+        n0: Int32,
+        columns: Int32,
+    ):
         ring = self.schedule.ring_chunks
-        slot = (used & (ring - 1))
+        slot = used & (ring - 1)
         i = group * ring + slot
         cute.arch.mbarrier_wait(storage.c_empty.data_ptr() + i, ((used >> log2(ring)) & 1) ^ 1)
         full = storage.c_full.data_ptr() + i
@@ -399,8 +424,18 @@ class GroupedGemmDglu:
             cute.copy(atom_c, source, target, tma_bar_ptr=full, cache_policy=Int64(stores.STREAM))
 
     @cute.jit
-    def _compute(self, storage, group: Int32, mma_first: cute.TiledMma, mma: cute.TiledMma, s_a: cute.Tensor,
-                 s_b: cute.Tensor, k_tiles: Int32, columns: Int32, epilogue):
+    def _compute(
+        self,
+        storage,
+        group: Int32,
+        mma_first: cute.TiledMma,
+        mma: cute.TiledMma,
+        s_a: cute.Tensor,
+        s_b: cute.Tensor,
+        k_tiles: Int32,
+        columns: Int32,
+        epilogue,
+    ):
         """A consumer warpgroup: mainloop and epilogue of its tiles."""
         s = self.schedule
         thread = group * WARPGROUP if cutlass.const_expr(not s.pingpong) else Int32(0)

@@ -85,7 +85,12 @@ FINISH_THREADS = 256
 
 class Finish:
     """The kernel that adds partials up: one CTA per 256 rows for dprob, per (expert, 32 columns) for dbias, per expert
-    for amax. Partials of rows past the last offset do not exist; their dprob is zero."""
+    for amax. Partials of rows past the last offset do not exist; their dprob is zero.
+
+    Not the last CTA of a row block: that needs counters which are zero at the start and belong to one launch alone, and
+    a captured launch repeats its arguments, on two streams at once if two graphs hold it. Instead the kernel is placed
+    while the other still runs (programmatic dependent launch), and waits for its end.
+    """
 
     def __init__(self, config) -> None:
         self.config = config
@@ -100,17 +105,21 @@ class Finish:
         row_blocks = Int32(0)
         if cutlass.const_expr(dprob is not None):
             row_blocks = (rows + FINISH_THREADS - 1) // FINISH_THREADS
+            if cute.size(dprob_parts, mode=[0]) == 1:
+                row_blocks = Int32(0)  # the one partial of a row is dprob itself
         groups = columns // 32
         sum_blocks = experts * groups if cutlass.const_expr(dbias is not None) else Int32(0)
         peak_blocks = experts if cutlass.const_expr(amax is not None) else Int32(0)
         self.kernel(offsets, dprob_parts, dprob, dbias_parts, dbias, amax_parts, amax, rows, groups, row_blocks,
                     sum_blocks).launch(
-            grid=[row_blocks + sum_blocks + peak_blocks, 1, 1], block=[FINISH_THREADS, 1, 1], stream=stream
+            grid=[row_blocks + sum_blocks + peak_blocks, 1, 1], block=[FINISH_THREADS, 1, 1], stream=stream,
+            use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(self, offsets, dprob_parts, dprob, dbias_parts, dbias, amax_parts, amax, rows: Int32, groups: Int32,
                row_blocks: Int32, sum_blocks: Int32):
+        cute.arch.griddepcontrol_wait()
         thread = cute.arch.thread_idx()[0]
         block = cute.arch.block_idx()[0]
         shared = cutlass.utils.SmemAllocator().allocate_array(Float32, FINISH_THREADS * 2)

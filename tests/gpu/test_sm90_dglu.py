@@ -293,3 +293,11 @@ def test_offsets_that_descend_write_nothing_outside(offsets):
     torch.cuda.synchronize()
     for name, bands in guards.items():
         assert all(bool((band == poisons[name]).all()) for band in bands), name
+
+
+@pytest.mark.parametrize("columns", [96, 128])
+@pytest.mark.parametrize("name", ["base", "deterministic", "n-major"])
+def test_one_tile_of_columns_writes_dprob_itself(name, columns):
+    """No partials to add; the rows past the last offset are zero all the same."""
+    harness.check(CASES[name], [300, 0, 212], 256, columns, 70)
+    harness.check(CASES[name], [0, 0, 0], 256, columns, 70)
