@@ -13,8 +13,9 @@ from ..problem import Problem
 from ..sm90 import glu_host
 from ..sm90.glu_arguments import glu_arguments
 from ..sm90.glu_config import GluConfig
-from . import glu_support, support
+from .glu_support import scheduled
 from .launched import Launched, cached, kernel_cache
+from .support import extents
 
 KERNEL = "sm90.grouped_gemm_glu"
 
@@ -34,7 +35,7 @@ class GroupedGlu(Launched):
         glu_host.install(config, self._function)
 
     def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:
-        M, K, columns, L = (evaluate(extent, bindings) for extent in support.extents(self._problem))
+        M, K, columns, L = (evaluate(extent, bindings) for extent in extents(self._problem))
         return {"M": M, "K": K, "N": columns // 2, "2N": columns, "L": L}
 
     def scratch_bytes(self, sizes: Mapping[str, int]) -> int:
@@ -45,4 +46,4 @@ def build(problem: Problem, device: Any, variant: str | None = None) -> GroupedG
     """Compiles the kernel for `problem`, or loads it; `variant` is one of `glu_support.variants(problem)`. Raises
     ImportError without the DSL, UnsupportedConfig where the kernel's legality function declines (condition LEGAL says
     so first)."""
-    return GroupedGlu(problem, torch.device(device), glu_support.scheduled(problem, variant))
+    return GroupedGlu(problem, torch.device(device), scheduled(problem, variant))
