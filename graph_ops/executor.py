@@ -139,32 +139,51 @@ def stored_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     return 0 if 0 in shape else (sum((d - 1) * s for d, s in zip(shape, stride, strict=True)) + 1) * dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Allocation:
+    """What a buffer is allocated as. `alignment`: bytes, where more are promised than torch's allocator gives."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    alignment: int
+
+    @classmethod
+    def of(cls, spec: TensorSpec, bindings: Mapping[str, int]) -> Allocation:
+        """That of a tensor at some symbol values."""
+        shape, stride = storage_shape(spec, bindings), storage_stride(spec, bindings)
+        return cls(shape, stride, torch_dtype(spec.data_type), spec.alignment)
+
+    def make(self, device: torch.device, *, zeroed: bool) -> torch.Tensor:
+        """A new buffer."""
+        if self.alignment <= WORKSPACE_ALIGNMENT[device.type]:
+            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        else:
+            size = stored_bytes(self.shape, self.stride, self.dtype)
+            memory = torch.empty(size + self.alignment, dtype=torch.uint8, device=device)
+            shift = -memory.data_ptr() % self.alignment
+            made = memory[shift : shift + size].view(self.dtype).as_strided(self.shape, self.stride)
+        if zeroed:
+            zero(made)
+        return made
+
+
 def allocate(spec: TensorSpec, bindings: Mapping[str, int], device: torch.device, *, zeroed: bool) -> torch.Tensor:
     """A buffer of `spec`'s shape, strides, data type and alignment."""
-    shape, stride = storage_shape(spec, bindings), storage_stride(spec, bindings)
-    dtype = torch_dtype(spec.data_type)
-    if spec.alignment <= WORKSPACE_ALIGNMENT[device.type]:
-        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    else:
-        size = stored_bytes(shape, stride, dtype)
-        memory = torch.empty(size + spec.alignment, dtype=torch.uint8, device=device)
-        shift = -memory.data_ptr() % spec.alignment
-        made = memory[shift : shift + size].view(dtype).as_strided(shape, stride)
-    if zeroed:
-        zero(made)
-    return made
+    return Allocation.of(spec, bindings).make(device, zeroed=zeroed)
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where all lies in a workspace at some symbol values: `views` has uid, first byte, end, type, shape, stride.
 
-    `idle` are the fused steps, by place, that have no row there.
+    `idle` are the fused steps, by place, that have no row there; `outputs` what the graph's outputs are, by uid.
     """
 
     views: tuple[tuple[int, int, int, torch.dtype, tuple[int, ...], tuple[int, ...]], ...]
     scratch: tuple[int, int]
     idle: Collection[int]
+    outputs: Mapping[int, Allocation]
 
     @property
     def nbytes(self) -> int:
@@ -197,6 +216,11 @@ class Executable:
         return current_stream(self.device)
 
     @cached_property
+    def _only_launches(self) -> bool:
+        """Whether no step runs an op of torch that autograd could see."""
+        return all(isinstance(s, FusedStep) and not s.zeroed and hasattr(s.kernel, "prepare") for s in self.steps)
+
+    @cached_property
     def made(self) -> frozenset[int]:
         """The outputs that need no buffer when `launch` is called."""
         return frozenset(spec.uid for spec in self.makers.values())
@@ -207,7 +231,8 @@ class Executable:
 
     def allocate_output(self, spec: TensorSpec, bindings: Mapping[str, int]) -> torch.Tensor:
         """A buffer for a graph output; zeroed where a fused kernel may leave out rows outside the groups."""
-        return allocate(spec, bindings, self.device, zeroed=spec.uid in self.partly_written)
+        zeroed = spec.uid in self.partly_written
+        return self.placement(bindings).outputs[spec.uid].make(self.device, zeroed=zeroed)
 
     def run(self, bound: Bound, workspace: torch.Tensor | None) -> None:
         """`launch` of a checked variant pack."""
@@ -225,7 +250,7 @@ class Executable:
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):  # data types are declared
                 return self.launch(given, bindings, workspace)
-        if torch.is_grad_enabled() or not self.is_current():
+        if (torch.is_grad_enabled() and not self._only_launches) or not self.is_current():
             with torch.no_grad(), self._current_device():
                 return self._launch(given, bindings, workspace)
         return self._launch(given, bindings, workspace)
@@ -307,7 +332,8 @@ class Executable:
             place for place, step in enumerate(self.steps)
             if isinstance(step, FusedStep) and evaluate(step.rows.dim[0], bindings) == 0
         ]  # fmt: skip
-        return Placement(tuple(views), (first, first + max(needs, default=0)), frozenset(idle))
+        outputs = {spec.uid: Allocation.of(spec, bindings) for spec in self.plan.graph.graph_outputs}
+        return Placement(tuple(views), (first, first + max(needs, default=0)), frozenset(idle), outputs)
 
     def _memory(self, placement: Placement, workspace: torch.Tensor | None) -> torch.Tensor:
         """The workspace as bytes; none where there are no rows, so nothing to hold."""
@@ -319,7 +345,9 @@ class Executable:
 
     def _scratch(self, placement: Placement, memory: torch.Tensor) -> torch.Tensor | None:
         first, last = placement.scratch
-        return memory[first:last] if last > first else None
+        if first == last:
+            return None
+        return memory if (first, last) == (0, memory.numel()) else memory[first:last]
 
     def is_current(self) -> bool:
         """Whether the plan's device is torch's current one."""
