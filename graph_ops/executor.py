@@ -28,7 +28,8 @@ from .plan import Plan, Step
 from .workspace import aligned
 
 DECLINES = (NotImplementedError, ImportError, GraphNotSupportedError)
-"""What a kernel may raise while it is built to say that it does not serve here; anything else propagates."""
+"""What a kernel may raise while it is built to say that it does not serve here; anything else propagates, but for the
+ValueError of a variant: it is one of many to measure, and a configuration that cannot be compiled is left out."""
 
 ROWS_ROLE = {rule: next(r.name for r in roles if r.name in ("a", "x")) for rule, roles in ROLES.items()}
 """The role whose rows a fused kernel walks; with no row there is nothing to launch."""
@@ -409,7 +410,9 @@ def _compile_step(plan: Plan, step: Step, device: torch.device, entries: Mapping
     problem, entry = step.match.problem, entries[step.kernel]
     try:
         kernel = entry.build(problem, device, step.variant)
-    except DECLINES as error:
+    except (*DECLINES, ValueError) as error:
+        if isinstance(error, ValueError) and step.variant is None:
+            raise
         raise KernelDeclined(step.kernel) from error
     offsets, partial = step.buffers.get("offsets"), _partly_written(step, entry)
     return FusedStep(

@@ -318,7 +318,7 @@ class Graph(GraphBuilder):
 
     @property
     def plan(self) -> Plan:
-        """The plan that is selected, was built, or stands first."""
+        """The plan that is selected, won at the last sizes that were measured, was built, or stands first."""
         return self._planned("plan").preferred
 
     @property

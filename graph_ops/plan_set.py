@@ -96,7 +96,7 @@ class PlanSet:
 
     @property
     def preferred(self) -> Plan:
-        """The plan that is pinned, was built, or stands first among the open ones."""
+        """The plan that is pinned, won the last measurement, was built, or stands first among the open ones."""
         if self.pinned is None and self._chosen is not None:
             return self.plans[self._chosen]
         return self.plans[next(iter(self.open), 0)]
@@ -140,9 +140,10 @@ class PlanSet:
         self._device = device
         built = self._build(self.open, enough=1)
         self._chosen = built[0]
-        self.version += 1
         for name in set(self.record.winners.values()) if self.record else ():
             self.executable(self._index_of(name))
+        self._chosen = self._last_winner()
+        self.version += 1
 
     def build_all(self, binder: Binder, sizes: Sequence[Mapping[str, int]]) -> None:
         """Builds every open plan and, if there is more than one, measures them at each of `sizes`."""
@@ -155,6 +156,7 @@ class PlanSet:
         self.record = self.record or TuningRecord()
         if len(built) > 1:
             tune([self._executables[i] for i in built], binder, sizes, self.record)
+        self._chosen = self._last_winner()
         self.version += 1
 
     def choice(self, bindings: Mapping[str, int]) -> int:
@@ -250,6 +252,15 @@ class PlanSet:
                 hint="do not deselect the unfused plan",
             )
         return built
+
+    def _last_winner(self) -> int | None:
+        """What won at the last sizes that were measured on such a device; else the plan chosen so far."""
+        from .tuning import device_name
+
+        assert self._device is not None
+        device, winners = device_name(self._device), self.record.winners if self.record is not None else {}
+        names = [name for (measured, _), name in winners.items() if measured == device]
+        return self._index_of(names[-1]) if names else self._chosen
 
     def _index_of(self, name: str) -> int:
         return next(i for i, plan in enumerate(self.plans) if plan.name == name)

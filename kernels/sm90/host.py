@@ -25,7 +25,7 @@ _functions: dict[DgluConfig, Callable] = {}
 
 
 class UnsupportedConfig(ValueError):
-    """A configuration that `config.illegal` declines; the message lists every reason."""
+    """A configuration that `config.illegal` declines, with every reason, or the compiler, with what it said."""
 
 
 def workspace_bytes(config: DgluConfig, L: int, M: int, N: int) -> int:
@@ -47,15 +47,20 @@ def scale_bytes(config: DgluConfig, M: int, N: int) -> dict[str, int]:
 def compile_dglu(config: DgluConfig) -> Callable:
     """Compiles a configuration for sm_90a (no GPU needed) and returns the function object.
 
-    Raises UnsupportedConfig with every reason when the configuration is not legal.
+    Raises UnsupportedConfig with every reason when the configuration is not legal, or where the compiler fails on it.
     """
     reasons = illegal(config)
     if reasons:
         raise UnsupportedConfig("; ".join(reasons))
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+    from cutlass.base_dsl.common import DSLBaseError
+
     from .entry import compile_entry
 
-    return compile_entry(config)
+    try:
+        return compile_entry(config)
+    except DSLBaseError as error:
+        raise UnsupportedConfig(f"the compiler fails: {error}") from error
 
 
 def export_object(function: Any) -> bytes:

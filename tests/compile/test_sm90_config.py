@@ -134,3 +134,16 @@ def test_a_configuration_is_its_own_key():
         changed = replace(BASE, **{f.name: other.get(f.name, (not value) if isinstance(value, bool) else "other")})
         assert changed != BASE and hash(changed) != hash(BASE)
         assert changed.as_dict()[f.name] != BASE.as_dict()[f.name]
+
+
+def test_what_the_compiler_fails_on_is_an_unsupported_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that does not compile is then one that policy ALL leaves out."""
+    common = pytest.importorskip("cutlass.base_dsl.common", reason="needs nvidia-cutlass-dsl")
+    from opfuse.kernels.sm90 import entry
+
+    def fails(config: DgluConfig) -> None:
+        raise common.DSLRuntimeError("too many registers")
+
+    monkeypatch.setattr(entry, "compile_entry", fails)
+    with pytest.raises(host.UnsupportedConfig, match="the compiler fails.*too many registers"):
+        host.compile_dglu(DgluConfig())

@@ -20,12 +20,14 @@ SECONDS = {"unfused": 3e-3, KERNEL: 2e-3, f"{KERNEL}[wide]": 1e-3, f"{KERNEL}[ta
 
 @pytest.fixture
 def built(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
-    """The variants that were built, in order; a "broken" one does not build."""
+    """The variants that were built, in order; a "broken" or "illegal" one does not build."""
     found: list[str | None] = []
 
     def build(problem: Any, device: Any, variant: str | None = None) -> Any:
         if variant == "broken":
             raise NotImplementedError("no such tile here")
+        if variant == "illegal":
+            raise ValueError("the compiler fails: too many registers")
         found.append(variant)
         return tools.StandIn(problem, device)
 
@@ -128,14 +130,28 @@ def test_a_serialized_graph_keeps_its_winning_variant(
     assert caught.value.code == "PLAN_GONE" and "[wide]" in str(caught.value)
 
 
+@pytest.mark.parametrize("variant", ["broken", "illegal"])
 def test_a_variant_that_does_not_build_gives_up_its_plan(
-    tools: Any, built: list[str | None], clock: dict[str, float], caplog: pytest.LogCaptureFixture
+    tools: Any, built: list[str | None], clock: dict[str, float], caplog: pytest.LogCaptureFixture, variant: str
 ) -> None:
     with caplog.at_level("WARNING", logger="opfuse"):
-        graph = make(tools, ("broken", "wide")).build(policy="ALL", bindings={"M": 64})
+        graph = make(tools, (variant, "wide")).build(policy="ALL", bindings={"M": 64})
     assert built == [None, "wide"]
-    assert graph.tuning is not None and f"{KERNEL}[broken]" not in {m.plan for m in graph.tuning.measurements}
+    assert graph.tuning is not None and f"{KERNEL}[{variant}]" not in {m.plan for m in graph.tuning.measurements}
     assert [r.code for r in caplog.records if hasattr(r, "code")] == ["BUILD_DECLINED"]
+
+
+def test_the_plan_told_of_is_the_one_that_execute_takes(
+    tools: Any, built: list[str | None], clock: dict[str, float]
+) -> None:
+    graph = make(tools).build(policy="ALL", bindings={"M": 64})
+    again = type(graph).deserialize(graph.serialize(), kernels=graph._kernels)
+    again.check_support()
+    again.build_plans()
+    for one in (graph, again):
+        assert one.plan.name == f"{KERNEL}[wide]" and f"FUSED {KERNEL}[wide]" in str(one.explain())
+        plans = one._plan_set
+        assert plans is not None and plans.plans[plans.choice({"M": 64})] is one.plan
 
 
 def test_a_variant_can_be_selected_or_barred_by_name(tools: Any, built: list[str | None]) -> None:
