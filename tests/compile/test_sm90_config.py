@@ -139,11 +139,11 @@ def test_a_configuration_is_its_own_key():
 def test_what_the_compiler_fails_on_is_an_unsupported_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that does not compile is then one that policy ALL leaves out."""
     common = pytest.importorskip("cutlass.base_dsl.common", reason="needs nvidia-cutlass-dsl")
-    from opfuse.kernels.sm90 import entry
+    from opfuse.kernels.sm90 import entry, host
 
     def fails(config: DgluConfig) -> None:
         raise common.DSLRuntimeError("too many registers")
 
     monkeypatch.setattr(entry, "compile_entry", fails)
-    with pytest.raises(host.UnsupportedConfig, match="the compiler fails.*too many registers"):
+    with pytest.raises(host.UnsupportedConfig, match=r"the compiler fails.*too many registers"):
         host.compile_dglu(DgluConfig())
