@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,8 @@ def compile_dglu(config: DgluConfig) -> Callable:
     try:
         return compile_entry(config)
     except DSLBaseError as error:
-        raise UnsupportedConfig(f"the compiler fails: {error}") from error
+        plain = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
+        raise UnsupportedConfig(f"the compiler fails: {plain}") from error
 
 
 def export_object(function: Any) -> bytes:
