@@ -381,7 +381,10 @@ def compile_plan(plan: Plan, device: torch.device, *, kernels: Sequence[KernelEn
     }  # fmt: skip
     if makers:
         torch_ops.prepare(device)
-    partly_written = {uid for step in plan.fused_steps for uid in _partly_written(step, entries[step.kernel])}
+    partly_written = {
+        uid for step, built in zip(plan.steps, steps, strict=True) if isinstance(built, FusedStep)
+        for uid in _partly_written(step, entries[step.kernel], built.kernel)
+    }  # fmt: skip
     return Executable(
         plan=plan,
         device=device,
@@ -414,14 +417,14 @@ def _compile_step(plan: Plan, step: Step, device: torch.device, entries: Mapping
         if isinstance(error, ValueError) and step.variant is None:
             raise
         raise KernelDeclined(step.kernel) from error
-    offsets, partial = step.buffers.get("offsets"), _partly_written(step, entry)
+    offsets, partial = step.buffers.get("offsets"), _partly_written(step, entry, kernel)
     return FusedStep(
         kernel=kernel,
         roles=tuple(step.buffers.items()),
         outputs=step.writes,
         zeroed=tuple(
             uid for role, uid in step.buffers.items()
-            if uid in step.writes and (_has_padding(problem, role) or (
+            if uid in step.writes and (_has_padding(problem, role, kernel) or (
                 graph.tensors[uid].is_virtual and uid in partial and not _read_within_groups(plan, uid, offsets)))
         ),
         rows=problem[ROWS_ROLE[problem.rule]],
@@ -429,23 +432,30 @@ def _compile_step(plan: Plan, step: Step, device: torch.device, entries: Mapping
     )  # fmt: skip
 
 
-def _has_padding(problem: Problem, role: str) -> bool:
-    """Whether `role` is a tensor of swizzled scales that may have padding, whose bytes are zero by definition."""
+def _zeroes_scales(kernel: FusedKernel) -> bool:
+    """Whether a kernel writes every byte of its scales, those of no row too."""
+    return bool(getattr(kernel, "zeroes_scales", False))
+
+
+def _has_padding(problem: Problem, role: str, kernel: FusedKernel) -> bool:
+    """Whether `role` is a tensor of swizzled scales that may have padding, whose bytes are zero by definition and which
+    the kernel does not write."""
     layout = problem[role].scale_layout
     codes = problem.get(role.replace("sf_", "q_"))
-    if not role.startswith("sf_") or layout is None or not layout.swizzled or codes is None:
+    if _zeroes_scales(kernel) or not role.startswith("sf_") or layout is None or not layout.swizzled or codes is None:
         return False
     rows, columns = codes.dim
     return layout.matrix((rows, columns)) != layout.storage((rows, columns))
 
 
-def _partly_written(step: Step, entry: KernelEntry) -> tuple[int, ...]:
+def _partly_written(step: Step, entry: KernelEntry, kernel: FusedKernel) -> tuple[int, ...]:
     """The outputs of which a fused kernel may leave out rows: those outside every group, where there are groups."""
     if "offsets" not in step.buffers:
         return ()
     left_out = [
         role for role in step.buffers
-        if role not in ROLES_WITHOUT_ROWS and (role.startswith("sf_") or not entry.zeroes_rows)
+        if role not in ROLES_WITHOUT_ROWS
+        and not (_zeroes_scales(kernel) if role.startswith("sf_") else entry.zeroes_rows)
     ]  # fmt: skip
     written = set(step.writes)
     return tuple(step.buffers[role] for role in left_out if step.buffers[role] in written)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...graph_ops.ir.dims import evaluate
+from ...graph_ops.ir.dims import evaluate, known_divisor
 from ..cache import KernelCache
 from ..problem import Problem
 from ..sm90 import host
@@ -25,7 +25,8 @@ def compiled(config: DgluConfig, cache: KernelCache) -> Any:
 
 
 class GroupedDglu(Launched):
-    """A FusedKernel: one configuration on one device. Zero where no expert owns a row: d, dprob, activation, codes."""
+    """A FusedKernel: one configuration on one device. Zero where no expert owns a row: d, dprob, activation, codes, and
+    with `zeroes_scales` every byte of the scales that is no group's."""
 
     role_of = {"dy": "a"}
     outputs = host.OUTPUTS
@@ -33,6 +34,8 @@ class GroupedDglu(Launched):
     def __init__(self, problem: Problem, device: torch.device, config: DgluConfig) -> None:
         super().__init__(problem, device, config, dglu_arguments(config), compiled(config, kernel_cache()))
         host.install(config, self._function)
+        columns = support.extents(problem)[2]
+        self.zeroes_scales = host.zeroes_scales(config, known_divisor(columns))
 
     def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:
         M, K, N, L = (evaluate(extent, bindings) for extent in support.extents(self._problem))

@@ -6,7 +6,7 @@ Warpgroup 0 feeds, warpgroups 1 and 2 compute. Per CTA (shared memory: operand s
                for an empty stage, expects its bytes and issues the two TMA loads (multicast inside a cluster).
     warp 1     reads the records and loads C chunks by TMA into the ring of the warpgroup that will need them, as soon
                as chunks are free: during that warpgroup's mainloop, and before.
-    warps 2-3  write zeros to the rows past the last offset, of which there are none as a rule.
+    warps 2-3  write zeros to the rows past the last offset, of which there are none as a rule, and to their scales.
     wg 1, 2    ping-pong: they take tiles in turn, and one's epilogue runs under the other's mainloop; a pair of named
                barriers keeps the mainloops in tile order. Cooperative: they share each tile's rows.
 
@@ -29,7 +29,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from . import mainloop, scheduler, stores
+from . import mainloop, padding, scheduler, stores
 from . import primitives as p
 from .config import (
     CHUNK_M,
@@ -187,6 +187,12 @@ class GroupedGemmDglu:
                 for tensor in (d, activation, q_row, q_col):
                     if cutlass.const_expr(tensor is not None):
                         stores.zero_rows(tensor, offsets[cute.size(offsets) - 1], rows, warp - 2, 2)
+                if cutlass.const_expr(self.config.sf_swizzled):
+                    last = offsets[cute.size(offsets) - 1]
+                    if cutlass.const_expr(sf_row is not None):
+                        padding.zero_row_scales(sf_row, last, rows, columns, warp - 2, 2)
+                    if cutlass.const_expr(sf_col is not None):
+                        padding.zero_column_scales(sf_col, last, rows, columns, warp - 2, 2)
                 if cutlass.const_expr(dprob_parts is not None):
                     # One tile: the partials are dprob.
                     if cute.size(dprob_parts, mode=[0]) == 1:

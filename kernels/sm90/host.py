@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 ENTRY = "opfuse_sm90_dglu"  # symbol of an exported object
-OUTPUTS = ("d", "dprob", "activation", "dbias", "amax", "q_row", "q_col")
-"""Outputs that are zero where there is no row."""
+OUTPUTS = ("d", "dprob", "activation", "dbias", "amax", "q_row", "sf_row", "q_col", "sf_col")
+"""Outputs: zero where there is no row."""
 _lock = threading.Lock()
 _functions: dict[DgluConfig, Callable] = {}
 
@@ -37,12 +37,18 @@ def workspace_bytes(config: DgluConfig, L: int, M: int, N: int) -> int:
 def scale_bytes(config: DgluConfig, M: int, N: int) -> dict[str, int]:
     """Bytes of the scale buffers, by side: the 128 x 4 atom's padding included where scales are swizzled.
 
-    The kernel writes real scales only; padding is the caller's to zero.
+    Where `zeroes_scales`, the kernel zeroes what belongs to no expert's row; else it writes real scales only, and the
+    rest is the caller's to zero.
     """
     sides = {"row": (M, 2 * N // 32), "col": (2 * N, -(-M // 32))}
     if not config.sf_swizzled:
         return {side: rows * blocks for side, (rows, blocks) in sides.items()}
     return {side: -(-rows // 128) * -(-blocks // 4) * 512 for side, (rows, blocks) in sides.items()}
+
+
+def zeroes_scales(config: DgluConfig, N: int) -> bool:
+    """Whether the kernel writes every byte of the scale buffers."""
+    return config.sf_swizzled and N % 64 == 0
 
 
 def compile_dglu(config: DgluConfig) -> Callable:
@@ -144,7 +150,8 @@ def prepare(config: DgluConfig, tensors: Mapping[str, torch.Tensor | None]) -> C
             wrong.append(f"{name} has {given[name].numel()} bytes; required are {needed[name]}")
     _refuse(wrong)
     if not has_tiles(config, M):
-        return functools.partial(_zero, [given[name] for name in OUTPUTS if name in given])
+        outputs = {name: given[name] for name in OUTPUTS if name in given}
+        return functools.partial(_zero, [output[: needed.get(name)] for name, output in outputs.items()])
     opened = {a.name: a.opened(given[a.name].shape, given[a.name].stride()) for a in arguments}
     words = words_of(arguments, sizes, clusters(config, device), opened).at(given)
     run, stream = functools.partial(function, *words), current_stream(device)
@@ -195,7 +202,7 @@ def launch(
     """Runs one configuration on torch's current stream; allocates nothing, waits for nothing, reads no offset.
 
     The configuration says which tensors are present. Rows at or past offsets[-1] of d, activation, dprob and the codes
-    become zero; bytes of the scale buffers that belong to no row are not written.
+    become zero; so do bytes of the scale buffers that belong to no row where `zeroes_scales`, or they are not written.
     Raises as `prepare`.
     """
     prepare(config, {

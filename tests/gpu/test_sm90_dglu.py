@@ -301,3 +301,20 @@ def test_one_tile_of_columns_writes_dprob_itself(name, columns):
     """No partials to add; the rows past the last offset are zero all the same."""
     harness.check(CASES[name], [300, 0, 212], 256, columns, 70)
     harness.check(CASES[name], [0, 0, 0], 256, columns, 70)
+
+
+@pytest.mark.parametrize("tail", [0, 70, 300])
+@pytest.mark.parametrize("name", ["row", "col", "row col", "everything"])
+def test_scales_outside_every_group_become_zero(name, tail):
+    """Whatever the buffers held: the kernel writes every byte of swizzled scales where 2N is a multiple of 128."""
+    config = CASES[name]
+    t = harness.make(config, [128, 0, 256], 128, 192, tail)
+    sides = [side for side in ("row", "col") if f"q_{side}" in t]
+    harness.launch(config, t)
+    torch.cuda.synchronize()
+    over_zeros = {side: t[f"sf_{side}"].clone() for side in sides}
+    for side in sides:
+        t[f"sf_{side}"].fill_(0xA5)
+    harness.launch(config, t)
+    torch.cuda.synchronize()
+    assert all(torch.equal(t[f"sf_{side}"], over_zeros[side]) for side in sides)

@@ -1,8 +1,8 @@
 """What the compiled Hopper dGLU function does with its arguments, in float64 on the CPU, and what it demands of them.
 
 Stands where the compiled object would: `host.launch` and the adapter run as they are. Like the kernel it finds its
-tensors by the integers of the launch, writes zeros to the rows outside every group, the scales of groups' rows alone,
-and scribbles over its workspace.
+tensors by the integers of the launch, writes zeros to the rows outside every group and the atoms of their scales, and
+scribbles over its workspace.
 """
 
 from __future__ import annotations
@@ -188,6 +188,9 @@ class Emulated:
             blocks = columns // 32 if side == "row" else -(-m // 32)
             places = scale_places(m if side == "row" else columns, blocks)[: factors.shape[0], : factors.shape[1]]
             scales[places.flatten()] = factors.flatten()
+            of_rows, first = (m, columns) if side == "row" else (columns, m), -(-rows // 128)
+            atoms = scales.view(-(-of_rows[0] // 128), -1, 512)
+            (atoms if side == "row" else atoms.transpose(0, 1))[first:] = 0
         else:
             matrix = scales.view(-1, columns // 32) if side == "row" else scales.view(-1, columns)
             real = factors if side == "row" else factors.T

@@ -96,12 +96,14 @@ def test_one_configuration_serves_every_row_count(gpu: Any, emulated: list[Any],
     assert len(emulated) == 1 and emulated[0].calls == 4
 
 
-def test_only_scales_are_zeroed_for_the_kernel(gpu: Any) -> None:
-    """The kernel zeroes the rows outside every group itself: a call does not fill its outputs first."""
-    graph, tensors = gpu.build(gpu.CASES["everything"])
+@pytest.mark.parametrize("columns, names", [(128, ()), (96, ("sf_row", "sf_col"))])
+def test_nothing_is_zeroed_for_the_kernel_but_scales_with_padding_inside(
+    gpu: Any, columns: int, names: tuple[str, ...]
+) -> None:
+    """The kernel zeroes what lies outside every group itself: a call does not fill its outputs first."""
+    graph, tensors = gpu.build(replace(gpu.CASES["everything"], N=columns))
     executable = graph._plan_set.executable(0)
-    scales = {tensors[name].uid for name in ("sf_row", "sf_col")}
-    assert executable.partly_written | set(executable.steps[0].zeroed) == scales
+    assert executable.partly_written | set(executable.steps[0].zeroed) == {tensors[name].uid for name in names}
 
 
 # ------------------------------------------------------------------ repeated calls
