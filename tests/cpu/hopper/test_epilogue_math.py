@@ -41,7 +41,5 @@ def test_every_value_goes_where_the_definition_sends_it(act: str, with_prob: boo
         "activation": (y, factors.gate * factors.up),
     }
     for name, (got, want) in wanted.items():
-        torch.testing.assert_close(
-            torch.tensor(got), want, rtol=1e-12, atol=1e-12, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        torch.testing.assert_close({name: torch.tensor(got)}, {name: want}, rtol=1e-12, atol=1e-12, equal_nan=True)
     assert all(bool(want.isnan().any()) for _, want in wanted.values())
