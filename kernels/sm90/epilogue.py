@@ -16,15 +16,6 @@ from .epilogue_math import DeviceMath, glu_backward
 from .quantizer import Quantizer
 
 
-def rolls(config: DgluConfig) -> bool:
-    """Whether the tile's columns are a loop of the epilogue, or straight code.
-
-    With column blocks straight code of a 128-column tile is 140 KB. A loop keeps every accumulator alive to its end,
-    which only tiles of 96 columns have the registers for.
-    """
-    return config.q_col_dtype is not None and config.schedule.tile_n <= 96
-
-
 class Epilogue:
     """State and steps of one warp's epilogue; every tensor that the configuration does not ask for is None."""
 
@@ -40,12 +31,12 @@ class Epilogue:
         self.ring = stores.Ring(config.glu_layout, warp, self.lane)
         self.ring_base = storage.c.data_ptr().toint()
         self.math = DeviceMath()
-        self.rolled = rolls(config)
         self.loads_c, self.stores_d = config.c_dtype != "fp32", config.d_dtype in ("bf16", "fp16")
         self.quantizes = config.q_row_dtype is not None or config.q_col_dtype is not None
-        self.quantizer: Any = Quantizer(config, columns, rows, self.lane, *quantized) if self.quantizes else None
-        # Rows whose values must not reach a sum over rows: those past the expert's end.
-        self.masks_rows = config.dbias_dtype is not None or config.has_amax
+        self.quantizer: Any = Quantizer(config, columns, rows, *quantized) if self.quantizes else None
+        # Rows past the expert's end must not reach a sum over rows. With column codes there are none, see `_pair`.
+        self.sums_columns = config.dbias_dtype is not None or config.has_amax
+        self.masks_rows = self.sums_columns and config.q_col_dtype is None
         # Whether an element's own row and column matter, beyond its place in the chunk.
         self.needs_rows = self.masks_rows or config.activation_dtype is not None or "fp32" in (
             config.c_dtype, config.d_dtype
@@ -98,109 +89,182 @@ class Epilogue:
             self.row_sum.fill(0.0)
         if cutlass.const_expr(self.peak is not None):
             self.peak.fill(0.0)
-        if cutlass.const_expr(self.rolled):
-            part = cute.make_rmem_tensor((16 * s.m_blocks,), Float32)
-            for nc in cutlass.range(cutlass.min(s.tile_n, self.columns - n0) // CHUNK_N, unroll=1):
-                self._pick(acc, nc, part)
-                used = self._columns(part, 0, nc > 0, row, n0 + nc * CHUNK_N, end, slot, used)
-        else:
-            for nc in cutlass.range_constexpr(s.tile_n // CHUNK_N):
-                if n0 + nc * CHUNK_N < self.columns:
-                    used = self._columns(acc, nc, nc > 0, row, n0 + nc * CHUNK_N, end, slot, used)
-        if cutlass.const_expr(self.stores_d):
+        for nc in cutlass.range_constexpr(s.tile_n // CHUNK_N):
+            if n0 + nc * CHUNK_N < self.columns:
+                used = self._columns(acc, nc, row, n0 + nc * CHUNK_N, end, slot, used)
+        if cutlass.const_expr(self.stores_d and not self.quantizes):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self._give_back(used - 1)
+            self._give_back(self._slot(used - 1))
         if cutlass.const_expr(self.row_sum is not None):
             self._store_row_sums(row, n0, end)
         if cutlass.const_expr(self.peak is not None):
-            reductions.store_peaks(self.peak, self.amax_parts, slot, n0 // s.tile_n, self.group, self.warp, s.pingpong)
+            group = p.fresh_warpgroup() - 1
+            reductions.store_peaks(self.peak, self.amax_parts, slot, n0 // s.tile_n, group, self.warp, s.pingpong)
         return used
 
     @cute.jit
-    def _pick(self, acc: cute.Tensor, nc: Int32, part: cute.Tensor):
-        """Copies the accumulators of 32 compact columns; registers have no dynamic index, so one branch per choice."""
-        s = self.schedule
-        for i in cutlass.range_constexpr(s.tile_n // CHUNK_N):
-            if nc == i:
-                for block in cutlass.range_constexpr(s.m_blocks):
-                    for v in cutlass.range_constexpr(16):
-                        part[16 * block + v] = p.copied(acc[block * (s.tile_n // 2) + 16 * i + v])
-
-    @cute.jit
-    def _columns(self, acc: cute.Tensor, nc: cutlass.Constexpr, follows, row: Int32, n0: Int32, end: Int32,
-                 slot: Int32, used: Int32):
-        """32 compact columns of the tile; `follows`: an earlier chunk of this tile is still to be released."""
-        config = self.config
+    def _columns(
+        self, acc: cute.Tensor, nc: cutlass.Constexpr, row: Int32, n0: Int32, end: Int32, slot: Int32, used: Int32
+    ):
+        """32 compact columns of the tile."""
         if cutlass.const_expr(self.column_sum is not None):
             self.column_sum.fill(0.0)
-        values = [None] * self.schedule.m_blocks
-        for block in cutlass.range_constexpr(self.schedule.m_blocks):
-            values[block] = self._chunk(acc, nc, block, row, n0, end, used)
+        if cutlass.const_expr(self.config.q_col_dtype is not None):
+            self._pair(acc, nc, row + self.block_row(0), n0, end, slot, used)
+            used += self.schedule.m_blocks
+        else:
+            for block in cutlass.range_constexpr(self.schedule.m_blocks):
+                self._block(acc, nc, block, row + self.block_row(block), n0, end, used)
+                used += 1
+            self._store_column_sums(slot, n0)
+        return used
+
+    @cute.jit
+    def _store_column_sums(self, slot: Int32, n0: Int32):
+        if cutlass.const_expr(self.column_sum is not None):
+            scratch, group = self.storage.scratch.data_ptr().toint(), p.fresh_warpgroup() - 1
+            reductions.store_column_sums(
+                self.column_sum, scratch, group, self.warp, self.dbias_parts, slot, n0, self.columns,
+                self.config.glu_layout, self.schedule.pingpong,
+            )  # fmt: skip
+
+    @cute.jit
+    def _block(
+        self,
+        acc: cute.Tensor,
+        nc: cutlass.Constexpr,
+        block: cutlass.Constexpr,
+        warp_row: Int32,
+        n0: Int32,
+        end: Int32,
+        used: Int32,
+    ):
+        """One chunk: gradient, its store, and its row codes."""
+        chunk = self._slot(used)
+        self._wait(chunk, used)
+        values = self._chunk(acc, nc, block, warp_row, n0, end, chunk)
+        if cutlass.const_expr(self.stores_d):
+            cute.arch.cp_async_bulk_commit_group()
+        if cutlass.const_expr(self.quantizes):
+            self._quantize([values], warp_row, n0, end, chunk)
+        elif cutlass.const_expr(self.stores_d):
+            # All but the newest store have read their chunk: the one before it in this tile may be refilled.
+            if cutlass.const_expr(block > 0 or nc > 0):
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+                self._give_back(self._slot(used - 1))
+        else:
+            self._give_back(chunk)
+
+    @cute.jit
+    def _pair(
+        self, acc: cute.Tensor, nc: cutlass.Constexpr, warp_row: Int32, n0: Int32, end: Int32, slot: Int32, used: Int32
+    ):
+        """Two chunks, 32 rows of a warp: all before `end` or none, which is the caller's promise.
+
+        Sums over columns leave their registers before codes need them, and meet the other warps' in both branches.
+        """
+        # Tiles take chunks in pairs, so the second one's slot follows.
+        chunk = self._slot(used)
+        self._wait(chunk, used)
+        self._wait(chunk + 1, used)
+        if warp_row < end:
+            values = []
+            for block in cutlass.range_constexpr(2):
+                at = warp_row + stores.WARP_ROWS * block
+                values.append(self._chunk(acc, nc, block, at, n0, end, chunk + block))
             if cutlass.const_expr(self.stores_d):
                 cute.arch.cp_async_bulk_commit_group()
-                # All but the newest store have read their chunk: the one before it may be refilled.
-                if cutlass.const_expr(block > 0) or follows:
-                    cute.arch.cp_async_bulk_wait_group(1, read=True)
-                    self._give_back(used - 1)
-            else:
-                self._give_back(used)
-            used += 1
-            if cutlass.const_expr(config.q_row_dtype is not None and config.q_col_dtype is None):
-                self.quantizer.quantize_rows(values[block], row + self.block_row(block), end, n0)
-        if cutlass.const_expr(config.q_col_dtype is not None):
-            self.quantizer.quantize_pair(values, row + self.block_row(0), end, n0)
-        if cutlass.const_expr(self.column_sum is not None):
-            reductions.store_column_sums(
-                self.column_sum, self.storage.scratch.data_ptr().toint(), self.group, self.warp,
-                self.dbias_parts, slot, n0, self.columns, config.glu_layout, self.schedule.pingpong,
-            )  # fmt: skip
-        return used
+            self._add_columns(values)
+            self._store_column_sums(slot, n0)
+            self._quantize(values, warp_row, n0, end, chunk)
+        else:
+            self._store_column_sums(slot, n0)
+            self._give_back(chunk)
+            self._give_back(chunk + 1)
+
+    def _add_columns(self, values) -> None:
+        """Column sums of two chunks; one by one in `_element` they would hold 16 registers more for all that time."""
+        if self.column_sum is not None:
+            for i in range(16):
+                (a, b), (c, d) = ((block[i // 8][i % 8], block[i // 8][8 + i % 8]) for block in values)
+                self.column_sum[i] = (a + b) + (c + d)
+
+    def _quantize(self, values, warp_row: Int32, n0: Int32, end: Int32, first: Int32) -> None:
+        """Codes and scales of one or two chunks, by way of their own ring slots, which then are free."""
+        if self.stores_d:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        chunks = [first + i for i in range(len(values))]
+
+        def release() -> None:
+            # Without the fence the next TMA load into a slot may overtake these accesses: codes differed on an H200.
+            cute.arch.fence_proxy("async.shared", space="cta")
+            for chunk in chunks:
+                self._give_back(chunk)
+
+        pieces = [self.ring.pieces(self._address(chunk)) for chunk in chunks]
+        self.quantizer.run(values, pieces, warp_row, end, n0, release)
+
+    def _slot(self, used):
+        """Number of the ring slot, over both warpgroups, that the warpgroup's chunk `used` lies in."""
+        ring = self.schedule.ring_chunks
+        return (p.fresh_warpgroup() - 1) * ring + (used & (ring - 1))
+
+    def _address(self, chunk):
+        """Shared-memory address of a slot."""
+        return self.ring_base + chunk * stores.CHUNK_BYTES
+
+    @cute.jit
+    def _wait(self, chunk: Int32, used: Int32):
+        phase = (used >> log2(self.schedule.ring_chunks)) & 1
+        cute.arch.mbarrier_wait(self.storage.c_full.data_ptr() + chunk, phase)
 
     @cute.jit
     def _give_back(self, chunk: Int32):
-        ring = self.schedule.ring_chunks
         cute.arch.sync_warp()
         if self.lane == 0:
-            cute.arch.mbarrier_arrive(self.storage.c_empty.data_ptr() + self.group * ring + (chunk & (ring - 1)))
+            cute.arch.mbarrier_arrive(self.storage.c_empty.data_ptr() + chunk)
 
     @cute.jit
-    def _chunk(self, acc: cute.Tensor, nc: cutlass.Constexpr, block: cutlass.Constexpr, row: Int32, n0: Int32,
-               end: Int32, used: Int32):
+    def _chunk(
+        self,
+        acc: cute.Tensor,
+        nc: cutlass.Constexpr,
+        block: cutlass.Constexpr,
+        warp_row: Int32,
+        n0: Int32,
+        end: Int32,
+        chunk: Int32,
+    ):
         """One chunk: read C, compute, write D over it, store this warp's rows; returns the values to quantize."""
-        ring = self.schedule.ring_chunks
-        index = self.group * ring + (used & (ring - 1))
-        base = self.ring_base + index * stores.CHUNK_BYTES
-        warp_row = row + self.block_row(block)
-        cute.arch.mbarrier_wait(self.storage.c_full.data_ptr() + index, (used >> log2(ring)) & 1)
+        base = self._address(chunk)
         values = ([None] * 16, [None] * 16)
+        lines = self._lines(warp_row, n0, end)
         for half in cutlass.range_constexpr(2):
             gate, up = self.ring.read(base, half) if cutlass.const_expr(self.loads_c) else (None, None)
-            dgate, dup = self._half(acc, nc, block, half, gate, up, warp_row, n0, end, values)
+            dgate, dup = self._half(acc, nc, block, half, gate, up, lines, values)
             if cutlass.const_expr(self.stores_d):
                 self.ring.write(base, half, dgate, dup)
         if cutlass.const_expr(self.stores_d):
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            self._store_d(base, index, warp_row, n0, end)
+            self._store_d(base, chunk, warp_row, n0, end)
         return values
 
-    def _half(self, acc, nc: int, block: int, half: int, gate, up, warp_row, n0, end, values):
+    def _half(self, acc, nc: int, block: int, half: int, gate, up, lines, values):
         """16 compact columns of one chunk: gradient words in the ring's order; fills `values` for the quantizer."""
         config = self.config
         dgate_words, dup_words = [], []
-        lane = p.fresh_lane() if self.needs_rows else 0
-        per_block = 16 if self.rolled else self.schedule.tile_n // 2
         for j in range(2):
             for r in range(2):
-                first = block * per_block + 4 * (nc * 4 + half * 2 + j) + 2 * r
-                row = warp_row + (lane >> 2) + 8 * r if self.needs_rows else warp_row
-                column = n0 + half * 16 + j * 8 + 2 * (lane & 3) if self.needs_rows else n0
+                first = block * (self.schedule.tile_n // 2) + 4 * (nc * 4 + half * 2 + j) + 2 * r
+                column = half * 16 + j * 8
                 if self.loads_c:
                     pairs = self._unpacked(gate[2 * j + r], up[2 * j + r])
                 else:
-                    pairs = self._loaded(row, end, column)
+                    pairs = self._loaded(lines, r, column)
                 grads = [
-                    self._element(acc[first + i], g, u, block, r, row < end, (half * 2 + j) * 2 + i)
+                    self._element(acc[first + i], g, u, block, r, lines["inside"][r], (half * 2 + j) * 2 + i)
                     for i, (g, u) in enumerate(self._inputs(*pairs))
                 ]
                 (dg0, du0, y0), (dg1, du1, y1) = grads
@@ -209,33 +273,52 @@ class Epilogue:
                     values[0][at : at + 2] = dg0, dg1
                     values[1][at : at + 2] = du0, du1
                 if config.d_dtype == "fp32":
-                    self._store_f32(row, end, column, (dg0, dg1), (du0, du1))
+                    self._store_f32(lines, r, column, (dg0, dg1), (du0, du1))
                 elif config.d_dtype is not None:
                     dgate_words.append(p.pack(dg0, dg1, config.d_dtype))
                     dup_words.append(p.pack(du0, du1, config.d_dtype))
                 if config.activation_dtype is not None:
-                    stores.store_words(self.activation, row, end, column, p.pack(y0, y1, config.activation_dtype))
+                    word = p.pack(y0, y1, config.activation_dtype)
+                    p.store_global(lines["activation"][r] + 2 * column, [word], lines["inside"][r])
         return dgate_words, dup_words
+
+    def _lines(self, warp_row, n0, end) -> dict:
+        """Where in global memory a lane's part of a chunk lies, and whether its two rows are the expert's ("inside";
+        None where that is known)."""
+        if not self.needs_rows:
+            return {"inside": (None, None)}
+        config, lane = self.config, p.fresh_lane()
+        row, column = warp_row + (lane >> 2), n0 + 2 * (lane & 3)
+        out: dict[str, Any] = {"inside": (None, None)}
+        if config.q_col_dtype is None:
+            out["inside"] = row < end, row + 8 < end
+        for name, tensor, kind in (("c", self.c, config.c_dtype), ("d", self.d, config.d_dtype)):
+            if kind == "fp32":
+                starts = (reductions.column_of(config.glu_layout, column, side, self.columns) for side in (0, 1))
+                out[name] = [stores.lane_rows(tensor, row, at) for at in starts]
+        if config.activation_dtype is not None:
+            out["activation"] = stores.lane_rows(self.activation, row, column)
+        return out
 
     def _unpacked(self, gate_word, up_word):
         return p.unpack(gate_word, self.config.c_dtype), p.unpack(up_word, self.config.c_dtype)
 
-    def _loaded(self, row, end, column):
+    def _loaded(self, lines, r: int, column: int):
         """(gates, ups) of two neighbouring compact columns of a float32 C."""
+        (gate, up), inside = (side[r] for side in lines["c"]), lines["inside"][r]
         if self.config.glu_layout == "interleaved1":
-            (g0, u0), (g1, u1) = (stores.load_pair(self.c, row, end, 2 * column + 2 * i) for i in (0, 1))
+            (g0, u0), (g1, u1) = (stores.load_pair(gate + 8 * (column + i), inside) for i in (0, 1))
             return (g0, g1), (u0, u1)
-        columns = (reductions.column_of(self.config.glu_layout, column, side, self.columns) for side in (0, 1))
-        return tuple(stores.load_pair(self.c, row, end, at) for at in columns)
+        return stores.load_pair(gate + 4 * column, inside), stores.load_pair(up + 4 * column, inside)
 
-    def _store_f32(self, row, end, column, dgate, dup) -> None:
+    def _store_f32(self, lines, r: int, column: int, dgate, dup) -> None:
+        (gate, up), inside = (side[r] for side in lines["d"]), lines["inside"][r]
         if self.config.glu_layout == "interleaved1":
             for i in (0, 1):
-                stores.store_pair(self.d, row, end, 2 * column + 2 * i, dgate[i], dup[i])
+                p.store_global(gate + 8 * (column + i), [p.bits(dgate[i]), p.bits(dup[i])], inside)
         else:
-            for side, pair in enumerate((dgate, dup)):
-                at = reductions.column_of(self.config.glu_layout, column, side, self.columns)
-                stores.store_pair(self.d, row, end, at, *pair)
+            p.store_global(gate + 4 * column, [p.bits(x) for x in dgate], inside)
+            p.store_global(up + 4 * column, [p.bits(x) for x in dup], inside)
 
     def _inputs(self, gates, ups):
         """((gate, up), (gate, up)) of two neighbouring columns, after beta."""
@@ -253,37 +336,43 @@ class Epilogue:
         if self.row_sum is not None:
             i = 2 * block + half_row
             self.row_sum[i] = self.row_sum[i] + term
-        if self.masks_rows:
-            safe_gate = self.math.zero_unless(inside, dgate)
-            safe_up = self.math.zero_unless(inside, dup)
-            if self.column_sum is not None:
+        if self.sums_columns:
+            safe_gate, safe_up = dgate, dup
+            if self.masks_rows:
+                safe_gate, safe_up = (self.math.zero_unless(inside, x) for x in (dgate, dup))
+            if self.column_sum is not None and config.q_col_dtype is None:
                 self.column_sum[column] = self.column_sum[column] + safe_gate
                 self.column_sum[8 + column] = self.column_sum[8 + column] + safe_up
             if self.peak is not None:
-                self.peak[0] = cute.arch.fmax(self.peak[0], p.absolute(safe_gate))
-                self.peak[1] = cute.arch.fmax(self.peak[1], p.absolute(safe_up))
+                self.peak[0] = p.max_magnitude(self.peak[0], safe_gate)
+                self.peak[1] = p.max_magnitude(self.peak[1], safe_up)
         if config.activation_dtype is not None and prob is not None:
             y = y * prob
         return dgate, dup, y
 
     @cute.jit
-    def _store_d(self, base, index: Int32, warp_row: Int32, n0: Int32, end: Int32):
+    def _store_d(self, base, chunk: Int32, warp_row: Int32, n0: Int32, end: Int32):
         """This warp's 16 rows: by TMA when all are the expert's, row by row when its last row is among them."""
-        layout = self.config.glu_layout
-        count = cutlass.const_expr(stores.boxes(layout))
-        width = cutlass.const_expr(stores.box_columns(layout))
-        if warp_row + stores.WARP_ROWS <= end:
-            for box in cutlass.range_constexpr(count):
-                column = stores.box_column(layout, n0, self.columns, box)
-                tile = (stores.WARP_ROWS, width)
-                g_d = cute.local_tile(cute.domain_offset((warp_row, column), self.coords_d), tile, (0, 0))
-                s_d = cute.local_tile(self.s_c[None, None, index * count + box], tile, (self.warp, 0))
-                part, target = cpasync.tma_partition(
-                    self.atom_d, 0, cute.make_layout(1), cute.group_modes(s_d, 0, 2), cute.group_modes(g_d, 0, 2)
-                )
-                cute.copy(self.atom_d, part, target, cache_policy=cutlass.Int64(stores.STREAM))
+        if cutlass.const_expr(self.config.q_col_dtype is not None):
+            # `_pair` says that all are. The other branch, compiled in, made 128-column tiles spill.
+            self._store_box(chunk, warp_row, n0)
+        elif warp_row + stores.WARP_ROWS <= end:
+            self._store_box(chunk, warp_row, n0)
         elif warp_row < end:
+            layout = self.config.glu_layout
             stores.store_rows(base, layout, self.warp, self.lane, self.d, warp_row, end, n0, self.columns)
+
+    def _store_box(self, chunk, warp_row, n0) -> None:
+        layout = self.config.glu_layout
+        count, tile = stores.boxes(layout), (stores.WARP_ROWS, stores.box_columns(layout))
+        for box in range(count):
+            column = stores.box_column(layout, n0, self.columns, box)
+            g_d = cute.local_tile(cute.domain_offset((warp_row, column), self.coords_d), tile, (0, 0))
+            s_d = cute.local_tile(self.s_c[None, None, chunk * count + box], tile, (self.warp, 0))
+            part, target = cpasync.tma_partition(
+                self.atom_d, 0, cute.make_layout(1), cute.group_modes(s_d, 0, 2), cute.group_modes(g_d, 0, 2)
+            )
+            cute.copy(self.atom_d, part, target, cache_policy=cutlass.Int64(stores.STREAM))
 
     @cute.jit
     def _store_row_sums(self, row: Int32, n0: Int32, end: Int32):

@@ -29,6 +29,19 @@ def fresh_lane():
     )
 
 
+def fresh_warpgroup():
+    """The warpgroup's number in the CTA, read anew, see `fresh_lane`. From `make_warp_uniform` it lies in a uniform
+    register, of which the compiler made and spilled one copy for each use."""
+    thread, _, _ = cute.arch.thread_idx()
+    fresh = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
+    return fresh >> 7
+
+
+def sync_warp() -> None:
+    """Lanes of a warp see what each has written to shared memory."""
+    cute.arch.sync_warp()
+
+
 def ldmatrix4(address):
     """Four 8x8 matrices of 16-bit elements from shared memory, one row address a lane: 4 words a lane."""
     return cute.arch.inline_ptx(
@@ -51,6 +64,10 @@ def load_shared_v2(address):
     return cute.arch.inline_ptx(
         "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
     )
+
+
+def store_shared_v4(address, words):
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
 
 
 def store_shared_v2(address, words):
@@ -96,24 +113,24 @@ def load_global_v2(address):
     )
 
 
-def store_global(address, words):
-    """1, 2 or 4 32-bit words to global memory at a 64-bit address."""
+def store_global(address, words, when=None):
+    """1, 2 or 4 32-bit words to global memory at a 64-bit address, in the lanes where `when` holds."""
     n = len(words)
     vector = "" if n == 1 else f".v{n}"
     operands = "{$r1}" if n == 1 else "{" + ", ".join(f"{{$r{i + 1}}}" for i in range(n)) + "}"
-    cute.arch.inline_ptx(f"st.global{vector}.b32 [{{$r0}}], {operands};", read_only_args=[address, *words])
-
-
-def store_global_b16(address, word):
-    """The low 16 bits of a word."""
     cute.arch.inline_ptx(
-        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r1}; st.global.b16 [{$r0}], lo; }", read_only_args=[address, word]
+        f"st.global{vector}.b32 [{{$r0}}], {operands};", read_only_args=[address, *words], predicate=when
     )
 
 
-def store_global_b8(address, word):
+def store_global_b16(address, word, when=None):
+    """The low 16 bits of a word."""
+    cute.arch.inline_ptx("st.global.b16 [{$r0}], {$r1};", read_only_args=[address, word], predicate=when)
+
+
+def store_global_b8(address, word, when=None):
     """The low 8 bits of a word."""
-    cute.arch.inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, word])
+    cute.arch.inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, word], predicate=when)
 
 
 def byte_permute(a, b, selector: int):
@@ -129,55 +146,39 @@ def byte_permute_by(a, b, selector):
     )
 
 
-def max_u16x2(a, b):
-    # The instruction takes no immediate, so a constant passes through a register.
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 t; mov.b32 t, {$r1}; max.u16x2 {$w0}, {$r0}, t; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
-    )
-
-
-def min_u16x2(a, b):
-    # The instruction takes no immediate, so a constant passes through a register.
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 t; mov.b32 t, {$r1}; min.u16x2 {$w0}, {$r0}, t; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
-    )
-
-
 def max_nan(a, b):
     """Maximum; the canonical NaN if either is one."""
+    return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def max_magnitude(a, b):
+    """The larger magnitude; the canonical NaN if either is one."""
     return cute.arch.inline_ptx(
-        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+        "{ .reg .f32 x, y; abs.f32 x, {$r0}; abs.f32 y, {$r1}; max.NaN.f32 {$w0}, x, y; }",
+        write_only_types=[Float32],
+        read_only_args=[a, b],
     )
 
 
 def min_nan(a, b):
     """Minimum; the canonical NaN if either is one."""
-    return cute.arch.inline_ptx(
-        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-    )
+    return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
-def pack_fp8(low, high, dtype: str):
-    """Two float32, rounded to nearest even and saturated, as 8-bit codes in the low 16 bits of a word."""
+def pack_fp8x4(values, dtype: str):
+    """Four float32, rounded to nearest even and saturated, as the 8-bit codes of a word."""
+    convert = f"cvt.rn.satfinite.{dtype}x2.f32"
     return cute.arch.inline_ptx(
-        f"{{ .reg .b16 pair; cvt.rn.satfinite.{dtype}x2.f32 pair, {{$r1}}, {{$r0}}; cvt.u32.u16 {{$w0}}, pair; }}",
+        f"{{ .reg .b16 low, high; {convert} low, {{$r1}}, {{$r0}}; {convert} high, {{$r3}}, {{$r2}};"
+        " mov.b32 {$w0}, {low, high}; }",
         write_only_types=[Uint32],
-        read_only_args=[low, high],
+        read_only_args=values,
     )
 
 
 def bits(value):
     """The 32 bits of a float."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[value])
-
-
-def copied(x):
-    """The same value; unlike a plain copy, not one that the compiler turns into a select of all candidates."""
-    return cute.arch.inline_ptx("mov.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 def absolute(x):

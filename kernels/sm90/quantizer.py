@@ -1,126 +1,62 @@
 """MXFP8 of the gradient: E4M3 or E5M2 codes with one E8M0 scale per 32 values of a row, of a column, or both.
 
+A lane holds pairs of neighbouring columns (a wgmma accumulator), so that a block's 32 values lie in 4 lanes (a row) or
+8 (a column). They meet in shared memory, in the ring slots whose pre-activation the warp has just read:
+
+    1. every lane writes its partial peaks; one lane a row and two columns a lane reads a block's partials back,
+    2. encodes the scale, stores its byte, and writes its reciprocal, which all lanes read;
+    3. codes go to shared memory by `stmatrix`, two bytes a column pair, and come back as 16 neighbouring ones.
+
 The scale is amax / dtype_max with its exponent rounded up. Both formats' largest value is 1.75 * 2**p, so that is
 "exponent of amax, plus one if its mantissa passes 1.75, minus p": integer arithmetic, exact, no division. Adding
-`CARRY` to the bits of amax makes the mantissa carry into the exponent just then. The upper 16 bits of that sum, the
-`key`, still grow with amax: a maximum over keys is the key of the maximum, and two keys share a word while they travel
-between lanes. key >> 7 is the biased exponent `raw`.
-
-    key >= INFINITE: an infinity, or a finite value within 0.4 % of float32's limit -> scale 254, saturated codes
-    key >= NAN:      a NaN -> scale 255, NaN codes
-Both are rare; a warp that meets one takes a branch.
+`CARRY` to the bits of amax makes the mantissa carry into the exponent just then. One float a format differs: the least
+one above 1.75 * 2**(p - 127), which the quotient in float32, subnormal there, rounds down to the smallest scale.
 """
 
 from __future__ import annotations
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from . import primitives as p
 from .reductions import column_of
+from .stores import WARP_ROWS
 
 LARGEST_EXPONENT = {"e4m3": 8, "e5m2": 15}  # 448 = 1.75 * 2**8, 57344 = 1.75 * 2**15
 BLOCK = 32
 CARRY = 0x1FFFFF
-INFINITE, NAN = 0x7F9F, 0x8000
+INFINITY = 0x7F800000
 
 
 def peak_of(values):
     """Largest magnitude; a NaN wins."""
-    peak = p.absolute(values[0])
-    for value in values[1:]:
-        peak = p.max_nan(peak, p.absolute(value))
+    peak = p.max_magnitude(values[0], values[1])
+    for value in values[2:]:
+        peak = p.max_magnitude(peak, value)
     return peak
 
 
-def key_pair(gate_peak, up_peak):
-    """The keys of two peaks in one word, gate low."""
-    return p.byte_permute(p.bits(gate_peak) + Uint32(CARRY), p.bits(up_peak) + Uint32(CARRY), 0x7632)
+def largest(words):
+    """Maximum of the bits of magnitudes; a NaN wins, its bits are above infinity's."""
+    top = words[0]
+    for word in words[1:]:
+        top = cutlass.max(top, word)
+    return top
 
 
-def exponent_pair(keys, dtype: str):
-    """Biased exponents of 1 / scale of two keys; 254 minus one is the scale's byte, specials aside."""
-    raw = (keys >> Uint32(7)) & Uint32(0x01FF01FF)
-    bias = 254 + LARGEST_EXPONENT[dtype]
-    return p.min_u16x2(Uint32(bias * 0x10001) - raw, Uint32(0x00FE00FE))
+def scale_of(peak, dtype: str):
+    """(E8M0 byte, bits of 1 / scale as float32) of a block whose largest magnitude has these bits.
 
-
-def special(keys):
-    """Whether a word holds the key of an infinity or a NaN."""
-    edge = Uint32((INFINITE - 1) * 0x10001)
-    return p.max_u16x2(keys, edge) != edge
-
-
-def special_factor(key, factor):
-    """1 / decode(scale) where the key is special."""
-    factor = p.select(key >= Uint32(INFINITE), Uint32(0x00400000), factor)
-    return p.select(key >= Uint32(NAN), Uint32(0x7FFFFFFF), factor)
-
-
-def scale_byte(key, exponent):
-    """The E8M0 byte of a key whose reciprocal scale has this biased exponent."""
-    code = Uint32(254) - exponent
-    code = p.select(key >= Uint32(INFINITE), Uint32(254), code)
-    return p.select(key >= Uint32(NAN), Uint32(255), code)
-
-
-@cute.jit
-def factors_of(keys, dtype: cutlass.Constexpr, rare):
-    """Per word of `keys`: (1 / gate scale, 1 / up scale), each a power of two, as an rmem tensor (2 * len(keys),).
-
-    `rare` says whether any key of the warp is special.
+    A block with an infinity has the largest scale, one with a NaN has scale and codes NaN.
     """
-    count = cutlass.const_expr(len(keys))
-    out = cute.make_rmem_tensor((2 * count,), Uint32)
-    for i in cutlass.range_constexpr(count):
-        pair = exponent_pair(keys[i], dtype)
-        out[2 * i] = pair << Uint32(23)
-        out[2 * i + 1] = (pair >> Uint32(16)) << Uint32(23)
-    if rare:
-        for i in cutlass.range_constexpr(count):
-            out[2 * i] = special_factor(keys[i] & Uint32(0xFFFF), out[2 * i])
-            out[2 * i + 1] = special_factor(keys[i] >> Uint32(16), out[2 * i + 1])
-    return out
-
-
-def any_special(keys):
-    """Whether any lane of the warp has a special key."""
-    top = keys[0]
-    for word in keys[1:]:
-        top = p.max_u16x2(top, word)
-    return cute.arch.vote_any_sync(special(top))
-
-
-def byte_of(keys, side, dtype: str):
-    """The scale byte of one side (0 gate, 1 up) of a word of keys."""
-    shift = Uint32(side * 16)
-    return scale_byte((keys >> shift) & Uint32(0xFFFF), (exponent_pair(keys, dtype) >> shift) & Uint32(0xFFFF))
-
-
-class QuadTranspose:
-    """Turns "four pairs of columns, one pair of each 8" into "8 neighbouring columns" inside four lanes.
-
-    Lane q of four holds bytes of columns 8*j + 2*q + {0, 1}, j = 0..3; afterwards it holds columns 8*q .. 8*q + 7, so
-    that the four lanes store 32 contiguous bytes of a row.
-    """
-
-    def __init__(self, lane) -> None:
-        q = lane & 3
-        upper, odd = q >= 2, (q & 1) == 1
-        # Selectors of `prmt`: which half moves on, in which order halves of two words join. Each has a partner for the
-        # other choice that differs in one bit of every digit; sources come as kept (q, q^2) and received (q^1, q^3).
-        self.stay = p.select(upper, Int32(0x7654), Int32(0x3210))
-        self.keep = p.select(odd, Int32(0x7632), Int32(0x5410))
-        first = p.select(odd, Int32(0x1054), Int32(0x5410))
-        self.first = p.select(upper, first ^ 0x2222, first)
-
-    def __call__(self, w0, w1):
-        kept = p.byte_permute_by(w0, w1, self.stay)
-        got = cute.arch.shuffle_sync_bfly(p.byte_permute_by(w0, w1, self.stay ^ 0x4444), 2)
-        mine = p.byte_permute_by(kept, got, self.keep)
-        other = cute.arch.shuffle_sync_bfly(p.byte_permute_by(kept, got, self.keep ^ 0x2222), 1)
-        return p.byte_permute_by(mine, other, self.first), p.byte_permute_by(mine, other, self.first ^ 0x2222)
+    least = LARGEST_EXPONENT[dtype] << 23 | 0x600001
+    raw = (p.select(peak == Uint32(least), Uint32(least - 1), peak) + Uint32(CARRY)) >> Uint32(23)
+    byte = cutlass.max(Int32(raw) - LARGEST_EXPONENT[dtype], Int32(0))
+    factor = Int32(0x7F000000) - byte * (1 << 23)
+    infinite, nan = peak >= Uint32(INFINITY), peak > Uint32(INFINITY)
+    byte = p.select(infinite, p.select(nan, Int32(255), Int32(254)), byte)
+    factor = p.select(infinite, p.select(nan, Int32(0x7FFFFFFF), Int32(0x00400000)), factor)
+    return byte, factor
 
 
 def scale_offset(row, column_block, blocks_a_row, swizzled: bool):
@@ -132,16 +68,16 @@ def scale_offset(row, column_block, blocks_a_row, swizzled: bool):
 
 
 class Quantizer:
-    """Row and column quantization of 32 compact columns of one warp.
+    """Row and column quantization of 32 compact columns of one warp: 16 rows (one block), or 32 (two).
 
     `values[block][side][2*j + i + 8*r]` is the gradient in row lane//4 + 8*r of the block's 16 rows and column
-    8*j + 2*(lane%4) + i of the side's 32 columns; side 0 is gate, 1 is up.
+    8*j + 2*(lane%4) + i of the side's 32 columns; side 0 is gate, 1 is up. `pieces[block]` are the shared-memory
+    addresses of two areas of PIECE_BYTES that belong to the warp alone.
     """
 
-    def __init__(self, config, columns, rows, lane, q_row, sf_row, q_col, sf_col) -> None:
+    def __init__(self, config, columns, rows, q_row, sf_row, q_col, sf_col) -> None:
         self.config, self.columns, self.rows = config, columns, rows
         self.q_row, self.sf_row, self.q_col, self.sf_col = q_row, sf_row, q_col, sf_col
-        self.transpose = QuadTranspose(lane)
 
     def __extract_mlir_values__(self):
         return []
@@ -149,117 +85,170 @@ class Quantizer:
     def __new_from_mlir_values__(self, values):
         return self
 
-    @cute.jit
-    def quantize_rows(self, values, row: Int32, end: Int32, n0: Int32):
-        """One block of 16 rows, some of them past `end` perhaps; `values[side]` as above."""
-        keys = [self._row_key(values, r) for r in (0, 1)]
-        rare = any_special(keys)
-        for r in cutlass.range_constexpr(2):
-            self._store_row(values, r, keys[r], row + 8 * r, end, n0, rare)
+    def run(self, values, pieces, row, end, n0, release) -> None:
+        """Quantizes the rows from `row` on; with columns, all of them are before `end`.
 
-    @cute.jit
-    def quantize_pair(self, values, row: Int32, end: Int32, n0: Int32):
-        """32 rows of a warp (two blocks), all before `end` or none: columns, and rows where asked for.
-
-        All keys travel at once and only then is anything encoded: one warp a scheduler is at work here, so what counts
-        is how many independent instructions stand between two branches. Every value has a column key, so those alone
-        tell whether something is special.
+        `release()` runs when `pieces` are free. Row codes leave registers before column codes are made: with both at
+        once, and a gradient to store besides, 128-column tiles spill.
         """
-        if row < end:
-            config = self.config
-            row_keys = []
-            if cutlass.const_expr(config.q_row_dtype is not None):
-                row_keys = [self._row_key(values[b], r) for b in (0, 1) for r in (0, 1)]
-            keys = [self._column_key(values, c) for c in range(8)]
-            rare = any_special(keys)
-            for i in cutlass.range_constexpr(len(row_keys)):
-                b, r = i // 2, i % 2
-                self._store_row(values[b], r, row_keys[i], row + 16 * b + 8 * r, end, n0, rare)
-            self._store_columns(values, keys, row, n0, rare)
+        config, lane, blocks = self.config, p.fresh_lane(), len(values)
+        by_row, by_column = config.q_row_dtype is not None, config.q_col_dtype is not None
+        areas = self._areas(pieces)
+        if by_row:
+            self._put_row_peaks(values, areas["row peaks"], lane)
+        if by_column:
+            self._put_column_peaks(values, areas["column peaks"], lane)
+        p.sync_warp()
+        if by_row:
+            self._scale_rows(blocks, areas, row, end, n0, lane)
+        if by_column:
+            self._scale_columns(areas, row, n0, lane)
+        p.sync_warp()
+        if by_row:
+            factors = self._row_factors(blocks, areas["row factors"], lane)
+            codes = self._encode(values, lambda b, r, side, c: factors[2 * b + r][side], config.q_row_dtype)
+            self._put_codes(codes, areas["codes"][0], lane)
+        if by_column:
+            columns = self._column_factors(areas["column factors"], lane)
+        if by_row:
+            p.sync_warp()
+            words = self._take_codes(blocks, areas["codes"][0], lane)
+        if by_column:
+            codes = self._encode(values, lambda b, r, side, c: columns[side][c], config.q_col_dtype)
+            self._put_codes(codes, areas["codes"][-1], lane)
+            if by_row:
+                self._store_codes(self.q_row, words, row, end, n0)
+            p.sync_warp()
+            words = self._take_codes(blocks, areas["codes"][-1], lane)
+        release()
+        self._store_codes(self.q_col if by_column else self.q_row, words, row, end, n0)
 
-    @cute.jit
-    def _store_row(self, values, r: cutlass.Constexpr, keys, first: Int32, end: Int32, n0: Int32, rare):
-        """Codes and scales of one row: eight codes a lane and side; lanes 0 and 1 of four store the scales."""
-        dtype = self.config.q_row_dtype
-        factors = factors_of([keys], dtype, rare)
-        part = [values[side][8 * r : 8 * r + 8] for side in (0, 1)]
-        words = [self._encode(part[side], [p.from_bits(factors[side])] * 8, dtype) for side in (0, 1)]
+    def _store_codes(self, tensor, words, row, end, n0) -> None:
+        """Writes what `_take_codes` returned: 64 bytes a row by four lanes."""
         lane = p.fresh_lane()
-        at = first + (lane >> 2)
-        if at < end:
-            self._store_codes(self.q_row, at, n0, words, lane)
-            side = lane & 3
-            if side < 2:
-                block = column_of(self.config.glu_layout, n0, side, self.columns) >> 5
-                offset = scale_offset(at, block, self.columns >> 4, self.config.sf_swizzled)
-                p.store_global_b8(self.sf_row.iterator.toint() + offset, byte_of(keys, side, dtype))
+        column = self._code_column(n0, lane)
+        for t, w in enumerate(words):
+            at = row + (lane >> 2) + 8 * t
+            codes = [p.byte_permute(w[i], w[i + 1], half) for half in (0x5410, 0x7632) for i in (0, 2)]
+            p.store_global(p.row_address(tensor, at, column), codes, self._partial(at, end))
 
-    @cute.jit
-    def _store_columns(self, values, keys, row: Int32, n0: Int32, rare):
-        """Codes and scales of 32 rows by columns."""
-        dtype = self.config.q_col_dtype
-        # Half of the columns at a time: their values are dead, as codes, before the other half needs registers.
-        codes = [[None, None] for _ in range(8)]
-        for half in cutlass.range_constexpr(2):
-            words = factors_of(keys[4 * half : 4 * half + 4], dtype, rare)
-            for piece in cutlass.range_constexpr(8):
-                b, r, side = piece // 4, piece // 2 % 2, piece % 2
-                first = 8 * r + 4 * half
-                factors = [p.from_bits(words[2 * c + side]) for c in range(4)]
-                codes[piece][half] = self._encode_four(values[b][side][first : first + 4], factors, dtype)
-        lane = p.fresh_lane()
-        for piece in cutlass.range_constexpr(4):
-            b, r = piece // 2, piece % 2
-            words = [self.transpose(*codes[2 * piece + side]) for side in (0, 1)]
-            self._store_codes(self.q_col, row + b * 16 + (lane >> 2) + 8 * r, n0, words, lane)
-        # Lane 4*s + q stores the scales of side s // 4, columns 8*(s % 4) + 2*q + {0, 1}.
-        s = lane >> 2
-        for i in cutlass.range_constexpr(2):
-            low = p.select((s & 1) == 0, keys[i], keys[2 + i])
-            high = p.select((s & 1) == 0, keys[4 + i], keys[6 + i])
-            mine = p.select((s & 2) == 0, low, high)
-            n = n0 + 8 * (s & 3) + 2 * (lane & 3) + i
-            self._store_column_scale(row, n, s >> 2, byte_of(mine, s >> 2, dtype))
+    def _partial(self, row, end):
+        """The condition under which a row is stored; None where all rows are, see `run`."""
+        return row < end if self.config.q_col_dtype is None else None
 
-    def _row_key(self, values, r: int):
-        """The keys of gate and up of one row, in the four lanes that hold it."""
-        keys = key_pair(*(peak_of(values[side][8 * r : 8 * r + 8]) for side in (0, 1)))
-        for step in range(2):
-            keys = p.max_u16x2(keys, cute.arch.shuffle_sync_bfly(keys, 1 << step))
-        return keys
+    def _areas(self, pieces) -> dict:
+        """Where what lies. One slot: row peaks and then row codes; row factors. Two slots: column peaks and then the
+        first codes; row peaks, factors, and then the second codes, once every lane has read its factors."""
+        first, last = pieces[0], pieces[-1]
+        if self.config.q_col_dtype is None:
+            return {"row peaks": first[0], "row factors": first[1], "codes": [first]}
+        return {
+            "column peaks": first, "row peaks": last[0], "row factors": last[1], "column factors": last[1] + 256,
+            "codes": [first, last] if self.config.q_row_dtype is not None else [first],
+        }  # fmt: skip
 
-    def _column_key(self, values, c: int):
-        """The keys of gate and up column c over the warp's 32 rows, in every lane that holds the column."""
-        rows = [(b, 8 * r + c) for b in (0, 1) for r in (0, 1)]
-        keys = key_pair(*(peak_of([values[b][side][i] for b, i in rows]) for side in (0, 1)))
-        for step in range(3):
-            keys = p.max_u16x2(keys, cute.arch.shuffle_sync_bfly(keys, 4 << step))
-        return keys
+    def _put_row_peaks(self, values, area, lane) -> None:
+        """Partial peaks (gate, up) at 8 * (4 * row + lane%4)."""
+        for b, block in enumerate(values):
+            for r in (0, 1):
+                pair = [p.bits(peak_of(block[side][8 * r : 8 * r + 8])) for side in (0, 1)]
+                p.store_shared_v2(area + (lane << 3) + (16 * b + 8 * r) * 32, pair)
 
-    def _store_codes(self, codes: cute.Tensor, row, n0, words, lane) -> None:
-        """32 codes of a row and side: eight a lane."""
-        layout = self.config.glu_layout
-        gate = p.row_address(codes, row, column_of(layout, n0, 0, self.columns) + 8 * (lane & 3))
-        apart = Int64(self.columns) if layout == "concatenated" else Int64(BLOCK)
-        p.store_global(gate, words[0])
-        p.store_global(gate + apart, words[1])
+    def _put_column_peaks(self, values, areas, lane) -> None:
+        """Partial peaks of columns 16*m + {2*q, 2*q + 1, 2*q + 8, 2*q + 9} of a side at 16 * lane of its part m.
 
-    def _store_column_scale(self, row, n, side: int, code):
-        column = column_of(self.config.glu_layout, n, side, self.columns)
-        block = row >> 5
-        if self.config.sf_swizzled:
-            offset = scale_offset(column, block, (self.rows + 31) >> 5, True)
+        Bit 6 of the address is turned in odd parts, so that no two lanes that read at once meet in a bank.
+        """
+        for side in (0, 1):
+            for m in (0, 1):
+                quad = [p.bits(peak_of([block[side][8 * r + c] for block in values for r in (0, 1)]))
+                        for c in range(4 * m, 4 * m + 4)]  # fmt: skip
+                p.store_shared_v4(areas[side] + ((lane << 4) ^ (m << 6)) + 512 * m, quad)
+
+    def _scale_rows(self, blocks: int, areas, row, end, n0, lane) -> None:
+        """One lane a row: its gate and up scale."""
+        config, rows = self.config, WARP_ROWS * blocks
+        mine = lane & (rows - 1)
+        # Which half first: lanes that read at once then lie in different banks.
+        one = (areas["row peaks"] + (mine << 5)) ^ (((lane >> 2) & 1) << 4)
+        halves = p.load_shared_v4(one), p.load_shared_v4(one ^ 16)
+        sides = [
+            scale_of(largest([half[i] for half in halves for i in (s, s + 2)]), config.q_row_dtype) for s in (0, 1)
+        ]
+        p.store_shared_v2(areas["row factors"] + (mine << 3), [factor for _, factor in sides])
+        at, (gate, up) = row + mine, (byte for byte, _ in sides)
+        when = self._partial(at, end)
+        if blocks == 1:
+            when = (at < end) & (lane < rows)
+        block = column_of(config.glu_layout, n0, 0, self.columns) >> 5
+        offset = scale_offset(at, block, self.columns >> 4, config.sf_swizzled)
+        base = self.sf_row.iterator.toint()
+        # Interleaved, gate and up blocks are neighbours, and gate's number is even.
+        if config.glu_layout == "interleaved32":
+            p.store_global_b16(base + offset, gate | (up << 8), when)
         else:
-            offset = scale_offset(block, column, self.columns * 2, False)
-        p.store_global_b8(self.sf_col.iterator.toint() + offset, code)
+            other = scale_offset(at, block + (self.columns >> 5), self.columns >> 4, config.sf_swizzled)
+            p.store_global_b8(base + offset, gate, when)
+            p.store_global_b8(base + other, up, when)
 
-    def _encode(self, values, factors, dtype: str):
-        """Eight codes as two words, in the order in which four lanes store 32 contiguous bytes."""
-        halves = [self._encode_four(values[i : i + 4], factors[i : i + 4], dtype) for i in (0, 4)]
-        return self.transpose(*halves)
+    def _scale_columns(self, areas, row, n0, lane) -> None:
+        """Two neighbouring columns a lane: lane bits are (side, m, q, q, j%2), the columns 16*m + 8*(j%2) + 2*q."""
+        config = self.config
+        side, m, q, odd = lane >> 4, (lane >> 3) & 1, (lane >> 1) & 3, lane & 1
+        first, second = areas["column peaks"]
+        even = p.select(side == 0, first, second) + (m << 9) + (((lane & 7) << 3) ^ (m << 6))
+        parts = [p.load_shared_v2((even ^ 64 if g % 2 else even) + 128 * (g // 2)) for g in range(8)]
+        pair = [scale_of(largest([part[i] for part in parts]), config.q_col_dtype) for i in (0, 1)]
+        factors = areas["column factors"] + (side << 7) + (q << 5) + (m << 4) + (odd << 3)
+        p.store_shared_v2(factors, [factor for _, factor in pair])
+        column = column_of(config.glu_layout, n0 + 16 * m + 8 * odd + 2 * q, side, self.columns)
+        base, (one, two) = self.sf_col.iterator.toint(), (byte for byte, _ in pair)
+        if config.sf_swizzled:
+            offset = base + scale_offset(column, row >> 5, (self.rows + 31) >> 5, True)
+            p.store_global_b8(offset, one)
+            p.store_global_b8(offset + 16, two)
+        else:
+            offset = base + scale_offset(row >> 5, column, self.columns * 2, False)
+            p.store_global_b16(offset, one | (two << 8))
 
-    def _encode_four(self, values, factors, dtype: str):
-        """Four codes as one word."""
-        scaled = [v * f for v, f in zip(values, factors, strict=True)]
-        pairs = [p.pack_fp8(scaled[0], scaled[1], dtype), p.pack_fp8(scaled[2], scaled[3], dtype)]
-        return p.byte_permute(pairs[0], pairs[1], 0x5410)
+    def _row_factors(self, blocks: int, area, lane):
+        """[2*b + r] -> (gate, up) of the lane's rows."""
+        pairs = [p.load_shared_v2(area + ((lane >> 2) << 3) + 64 * t) for t in range(2 * blocks)]
+        return [[p.from_bits(x) for x in pair] for pair in pairs]
+
+    def _column_factors(self, area, lane):
+        """[side][2*j + i] of the lane's columns."""
+        at = area + ((lane & 3) << 5)
+        return [[p.from_bits(x) for m in (0, 1) for x in p.load_shared_v4(at + 128 * side + 16 * m)] for side in (0, 1)]
+
+    def _encode(self, values, factor, dtype: str):
+        """[2*b + r] -> four words: side, then m: codes of columns 16*m + {2*q, 2*q + 1, 2*q + 8, 2*q + 9}."""
+        return [
+            [
+                p.pack_fp8x4(
+                    [values[b][side][8 * r + c] * factor(b, r, side, c) for c in range(4 * m, 4 * m + 4)], dtype
+                )
+                for side in (0, 1)
+                for m in (0, 1)
+            ]
+            for b in range(len(values))
+            for r in (0, 1)
+        ]
+
+    def _put_codes(self, codes, areas, lane) -> None:
+        """64 bytes a row: pieces of 16, side and then m, turned by the row's bits 1 and 2 against bank conflicts."""
+        low = lane & 7
+        for t, words in enumerate(codes):
+            at = areas[t // 2] + (t % 2) * 512 + (low << 6) + (((lane >> 3) ^ (low >> 1)) << 4)
+            p.stmatrix4(at, words)
+
+    def _take_codes(self, blocks: int, areas, lane):
+        """[t] -> the 16 codes of row lane//4 + 8*t, piece lane%4, pairs of columns in the order of `_encode`."""
+        at = (lane << 4) ^ ((lane >> 3) << 4)
+        return [p.load_shared_v4(areas[t // 2] + (t % 2) * 512 + at) for t in range(2 * blocks)]
+
+    def _code_column(self, n0, lane):
+        """First of the 16 columns of C whose codes a lane stores."""
+        gate = column_of(self.config.glu_layout, n0, 0, self.columns) + ((lane & 1) << 4)
+        apart = self.columns if self.config.glu_layout == "concatenated" else Int32(BLOCK)
+        return gate + p.select((lane & 2) == 0, Int32(0), apart)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from . import primitives as p
 from .config import CHUNK_M, CHUNK_N
@@ -21,6 +21,7 @@ from .config import CHUNK_M, CHUNK_N
 CHUNK_BYTES = CHUNK_M * 2 * CHUNK_N * 2
 HALF_BOX_BYTES = CHUNK_BYTES // 2
 WARP_ROWS = 16
+PIECE_BYTES = 1024  # a warp's rows of a chunk are two pieces, wherever the layout puts them
 # L2 policy "evict first" for C and D, which nobody reads again, so that dy and weights stay: 1 to 5 % on an H200.
 STREAM = 0x12F0000000000000
 NORMAL = 0x1000000000000000
@@ -57,6 +58,14 @@ class Ring:
             quad, pos = lane >> 2, lane & 3
             self.offset = (warp * WARP_ROWS + quad) * 128 + (((pos >> 1) ^ quad) << 4) + (pos & 1) * 8
 
+    def pieces(self, base):
+        """Addresses of the two areas of PIECE_BYTES that hold this warp's rows of a chunk."""
+        if self.layout == "concatenated":
+            first = base + self.warp * PIECE_BYTES
+            return first, first + HALF_BOX_BYTES
+        first = base + self.warp * (2 * PIECE_BYTES)
+        return first, first + PIECE_BYTES
+
     def read(self, base, half: int):
         """(gate words, up words) of half a chunk."""
         at = base + self.offset
@@ -89,8 +98,17 @@ class Ring:
 
 
 @cute.jit
-def store_rows(base, glu_layout: cutlass.Constexpr, warp: Int32, lane: Int32, tensor: cute.Tensor, row: Int32,
-               row_end: Int32, n0: Int32, columns: Int32):
+def store_rows(
+    base,
+    glu_layout: cutlass.Constexpr,
+    warp: Int32,
+    lane: Int32,
+    tensor: cute.Tensor,
+    row: Int32,
+    row_end: Int32,
+    n0: Int32,
+    columns: Int32,
+):
     """Copies one warp's 16 chunk rows from shared to global memory, rows before `row_end` only."""
     per_row = cutlass.const_expr(box_columns(glu_layout) // 8)
     rows_a_step = cutlass.const_expr(32 // per_row)
@@ -118,24 +136,20 @@ def zero_rows(tensor: cute.Tensor, first: Int32, rows: Int32, warp: Int32, warps
             p.store_global(base + at, [zero] * 4)
 
 
+def lane_rows(tensor: cute.Tensor, row, column):
+    """Addresses of tensor[row, column] and tensor[row + 8, column]: a lane's two rows of a chunk. Where gate and up lie
+    32 or more apart, its other columns are at constant distances from there."""
+    first = p.row_address(tensor, row, column)
+    return first, first + Int64(tensor.stride[0]) * (8 * tensor.element_type.width // 8)
+
+
 @cute.jit
-def load_pair(tensor: cute.Tensor, row: Int32, row_end: Int32, column: Int32):
-    """Two neighbouring float32 of a row; zeros past the tile's rows."""
+def load_pair(address, inside):
+    """Two neighbouring float32; zeros outside."""
     first, second = Uint32(0), Uint32(0)
-    if row < row_end:
-        first, second = p.load_global_v2(p.row_address(tensor, row, column))
+    if cutlass.const_expr(inside is not None):
+        if inside:
+            first, second = p.load_global_v2(address)
+    else:
+        first, second = p.load_global_v2(address)
     return p.from_bits(first), p.from_bits(second)
-
-
-@cute.jit
-def store_pair(tensor: cute.Tensor, row: Int32, row_end: Int32, column: Int32, first, second):
-    """Two neighbouring float32 of a row, if the row is the tile's."""
-    if row < row_end:
-        p.store_global(p.row_address(tensor, row, column), [p.bits(first), p.bits(second)])
-
-
-@cute.jit
-def store_words(tensor: cute.Tensor, row: Int32, row_end: Int32, column: Int32, word: Uint32):
-    """Two 16-bit values of a row, if the row is the tile's."""
-    if row < row_end:
-        p.store_global(p.row_address(tensor, row, column), [word])

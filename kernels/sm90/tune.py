@@ -11,9 +11,8 @@ P128 = Schedule(128, 128, True, 2, 1, 5, 4, 8)
 P128_N = Schedule(128, 128, True, 1, 2, 5, 4, 8)
 P192 = Schedule(128, 192, True, 2, 1, 4, 4, 16)
 P96 = Schedule(128, 96, True, 2, 1, 5, 4, 8)
-P64 = Schedule(128, 64, True, 2, 1, 6, 4, 8)
 C256 = Schedule(128, 256, False, 2, 1, 3, 4, 8)
-SHIPPED = {"p128": P128, "p128_n": P128_N, "p192": P192, "p96": P96, "p64": P64, "c256": C256}
+SHIPPED = {"p128": P128, "p128_n": P128_N, "p192": P192, "p96": P96, "c256": C256}
 
 
 def _wide_fits(n: int) -> bool:
@@ -35,7 +34,10 @@ def schedule_for(config: DgluConfig, *, n: int, k: int) -> DgluConfig:
 
 def _choose(config: DgluConfig, n: int, k: int) -> Schedule:
     if config.q_col_dtype is not None:
-        return _choose_for_columns(config, n, k)
+        # 96 columns are 2 to 5 % slower even where they divide N and 128 do not (N = 2880, 768). With two of these
+        # outputs beside the codes, 128 accumulators leave too few registers.
+        others = (config.d_dtype, config.dbias_dtype, config.activation_dtype, config.has_amax or None)
+        return P128 if others.count(None) >= 3 else P96
     if n <= 256:
         # dy is read once: both N tiles of a row block sit in one cluster. 4 % faster than 2x1 at N = 256, K = 1536.
         return P128_N
@@ -46,19 +48,4 @@ def _lean(config: DgluConfig) -> bool:
     """Whether the epilogue leaves room for 192 accumulators: what is declined here spills. With dbias the two tiles tie
     at K >= 2880, and 192 is 5 to 17 % slower below, where its longer epilogue no longer hides."""
     extras = (config.dbias_dtype, config.activation_dtype, config.q_row_dtype, config.has_amax or None)
-    return (
-        not any(extras)
-        and config.glu_layout != "concatenated"
-        and "fp32" not in (config.c_dtype, config.d_dtype)
-    )
-
-
-def _choose_for_columns(config: DgluConfig, n: int, k: int) -> Schedule:
-    """Column blocks keep 64 gradients of two row blocks in registers; the tile gives up what the outputs need."""
-    if config.dbias_dtype is not None or config.has_amax or config.activation_dtype is not None:
-        return P64
-    if config.d_dtype is not None:
-        return P96
-    # 128 columns are 6 to 18 % faster than 96, as a mainloop; where K hides little of the epilogue, 96 that divide N
-    # are 6 % faster than 128 (N = 768, K = 2048).
-    return P96 if k <= 2048 and n % 96 == 0 else P128
+    return not any(extras) and config.glu_layout != "concatenated" and "fp32" not in (config.c_dtype, config.d_dtype)

@@ -67,18 +67,17 @@ CASES: dict[str, DgluConfig] = {
     "deterministic": replace(BASE, dbias_dtype="fp32", has_amax=True, deterministic=True),
     "row": replace(BASE, d_dtype="fp32", q_row_dtype="e4m3"),
     "row e5m2 plain": replace(BASE, d_dtype="fp32", q_row_dtype="e5m2", sf_swizzled=False, glu_layout="concatenated"),
-    "col": replace(BASE, d_dtype="fp32", q_col_dtype="e4m3", schedule=tune.P96),
-    "row col": replace(ROW_COL, d_dtype="fp32", schedule=tune.P96),
+    "col": replace(BASE, d_dtype="fp32", q_col_dtype="e4m3"),
+    "row col": replace(ROW_COL, d_dtype="fp32"),
     "row col e5m2 plain": replace(
         BASE, d_dtype="fp32", q_row_dtype="e5m2", q_col_dtype="e5m2", sf_swizzled=False, glu_layout="concatenated",
-        schedule=tune.P96,
     ),
-    "codes alone": replace(ROW_COL, d_dtype=None, schedule=tune.P96),
-    "codes and bf16 d": replace(ROW_COL, schedule=tune.P96),
+    "codes alone": replace(ROW_COL, d_dtype=None),
+    "codes and bf16 d": replace(ROW_COL),
     "largest": largest(),
     "everything": replace(
         ROW_COL, has_alpha=True, has_beta=True, dbias_dtype="fp32", has_amax=True, activation_dtype="bf16",
-        schedule=tune.P64,
+        schedule=tune.P96,
     ),
 }  # fmt: skip
 
