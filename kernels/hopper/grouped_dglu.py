@@ -13,8 +13,8 @@ from ..problem import Problem
 from ..sm90 import host
 from ..sm90.arguments import dglu_arguments
 from ..sm90.config import DgluConfig
-from . import support
 from .launched import COMPILERS, Launched, _origin, cached, kernel_cache
+from .support import extents, scheduled
 
 KERNEL = "sm90.grouped_gemm_dglu"
 
@@ -34,11 +34,11 @@ class GroupedDglu(Launched):
     def __init__(self, problem: Problem, device: torch.device, config: DgluConfig) -> None:
         super().__init__(problem, device, config, dglu_arguments(config), compiled(config, kernel_cache()))
         host.install(config, self._function)
-        columns = support.extents(problem)[2]
+        columns = extents(problem)[2]
         self.zeroes_scales = host.zeroes_scales(config, known_divisor(columns))
 
     def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:
-        M, K, N, L = (evaluate(extent, bindings) for extent in support.extents(self._problem))
+        M, K, N, L = (evaluate(extent, bindings) for extent in extents(self._problem))
         return {"M": M, "K": K, "N": N, "2N": 2 * N, "L": L}
 
     def scratch_bytes(self, sizes: Mapping[str, int]) -> int:
@@ -52,7 +52,7 @@ def build(problem: Problem, device: Any, variant: str | None = None) -> GroupedD
     """Compiles the kernel for `problem`, or loads it; `variant` is one of `support.variants(problem)`. Raises
     ImportError without the DSL, UnsupportedConfig where the kernel's legality function declines (condition LEGAL says
     so first)."""
-    return GroupedDglu(problem, torch.device(device), support.scheduled(problem, variant))
+    return GroupedDglu(problem, torch.device(device), scheduled(problem, variant))
 
 
-__all__ = ["COMPILERS", "KERNEL", "GroupedDglu", "_origin", "build", "compiled", "kernel_cache"]
+__all__ = ["COMPILERS", "KERNEL", "GroupedDglu", "_origin", "build", "compiled", "kernel_cache", "scheduled"]

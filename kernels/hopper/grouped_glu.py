@@ -47,3 +47,6 @@ def build(problem: Problem, device: Any, variant: str | None = None) -> GroupedG
     ImportError without the DSL, UnsupportedConfig where the kernel's legality function declines (condition LEGAL says
     so first)."""
     return GroupedGlu(problem, torch.device(device), scheduled(problem, variant))
+
+
+__all__ = ["KERNEL", "GroupedGlu", "build", "compiled", "kernel_cache", "scheduled"]

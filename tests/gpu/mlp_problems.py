@@ -132,7 +132,7 @@ def kernels_of(keys: Iterable[Forward | Backward]) -> list[Any]:
         for step in make_plan(key.declare().operation_graph(), ARCHES["sm90"]).fused_steps:
             module: Any = importlib.import_module(entries[step.kernel].module)
             assert step.match is not None
-            found[module.support.scheduled(step.match.problem, step.variant)] = None
+            found[module.scheduled(step.match.problem, step.variant)] = None
     return list(found)
 
 
