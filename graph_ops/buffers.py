@@ -310,6 +310,8 @@ class Binder:
                 raise _error("RANK", spec, f"shape {tuple(buffer.shape)}", f"rank {spec.rank}, dim {spec.dim}")
             for axis, (dim, extent) in enumerate(zip(spec.dim, buffer.shape, strict=True)):
                 factor = packed if axis == spec.packed_axis else 1
+                if dim.__class__ is int and dim == extent * factor:
+                    continue
                 bind(
                     dim,
                     extent * factor,
@@ -336,6 +338,11 @@ class Binder:
                 bind(dim, extent * factor, bindings, f"buffer {number} of {spec.name}, of shape {tuple(part.shape)}")
 
     def _check_shape(self, spec: TensorSpec, buffer: Buffer, bindings: dict[str, int]) -> None:
+        try:
+            if isinstance(buffer, torch.Tensor) and not spec.discrete and buffer.shape == storage_shape(spec, bindings):
+                return
+        except KeyError:
+            pass  # a symbol without a value is told of afterwards
         self._bind_shape(spec, buffer, bindings)  # again: a symbol may have been bound only by a later buffer
 
     def _check_layout(self, spec: TensorSpec, buffer: Buffer, bindings: dict[str, int]) -> None:

@@ -142,7 +142,8 @@ def prepare(config: DgluConfig, tensors: Mapping[str, torch.Tensor | None]) -> C
     _refuse([f"{n} has shape {tuple(t.shape)}; required is rank {r}" for n, (t, r) in ranks.items() if t.dim() != r])
     (M, K), N, L, device = dy.shape, c.shape[1] // 2, offsets.shape[0], dy.device
     sizes = {"M": M, "K": K, "N": N, "2N": 2 * N, "L": L}
-    wrong = [text for argument in arguments if (text := refusal(argument, given[argument.name], sizes, device))]
+    wrong = illegal(config, n=N, k=K)
+    wrong += [text for argument in arguments if (text := refusal(argument, given[argument.name], sizes, device))]
     needed = {"workspace": workspace_bytes(config, L, M, N)}
     needed |= {f"sf_{side}": size for side, size in scale_bytes(config, M, N).items()}
     for name in needed.keys() & names:
