@@ -22,6 +22,7 @@ from opfuse.kernels.registry import KERNELS, KernelEntry
 
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for warp_lanes
 ACTIVATIONS: dict[str, dict[str, float]] = {
     "swiglu": {},
     "geglu": {"geglu_alpha": 1.702, "clamp_min": -7.0, "clamp_max": 7.0, "linear_offset": 1.0},
