@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_dglu import source_sha256
+from kernel_benchmark import source_sha256
 from moe_blocks import BLOCKS, Arm, Block, Shape
 from progress import progress_bar
 
