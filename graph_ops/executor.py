@@ -264,7 +264,7 @@ class Executable:
         It holds addresses and no tensor. None where some step needs more: torch, or what a run reads anew.
         """
         placement = self.placement(bindings)
-        if placement.views or placement.idle:
+        if placement.views or placement.idle or self.not_capturable:  # which is looked at in each call
             return None
         scratch = self._scratch(placement, self._memory(placement, workspace))
         launches = [

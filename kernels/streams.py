@@ -20,3 +20,20 @@ def current_stream(device: torch.device) -> Callable[[], int]:
     import torch
 
     return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)  # type: ignore[attr-defined]
+
+
+def on_device(launch: Callable[[int], object], device: torch.device) -> Callable[[], object]:
+    """`launch`, which takes a stream's handle, on torch's current stream of a device, which is current meanwhile."""
+    import torch
+
+    stream = current_stream(device)
+    if device.type != "cuda":
+        return lambda: launch(stream())
+
+    def there() -> object:
+        if torch.cuda.current_device() == device.index:
+            return launch(stream())
+        with torch.cuda.device(device):
+            return launch(stream())
+
+    return there

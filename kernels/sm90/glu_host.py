@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..streams import current_stream
+from ..streams import on_device
 from .arguments import refusal, words_of
 from .config import padded_bytes
 from .glu_arguments import glu_arguments
@@ -86,8 +86,7 @@ def prepare(config: GluConfig, tensors: Mapping[str, torch.Tensor | None]) -> Ca
         return lambda: None
     opened = {a.name: a.opened(given[a.name].shape, given[a.name].stride()) for a in arguments}
     words = words_of(arguments, sizes, clusters(config, device), opened).at(given)
-    run, stream = functools.partial(function, *words), current_stream(device)
-    return lambda: run(stream())
+    return on_device(functools.partial(function, *words), device)
 
 
 def _refuse(wrong: Sequence[str]) -> None:

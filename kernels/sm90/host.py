@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..streams import current_stream
+from ..streams import on_device
 from .arguments import dglu_arguments, refusal, words_of
 from .config import DgluConfig, illegal, padded_bytes, scratch_tensors
 
@@ -155,8 +155,7 @@ def prepare(config: DgluConfig, tensors: Mapping[str, torch.Tensor | None]) -> C
         return functools.partial(_zero, [output[: needed.get(name)] for name, output in outputs.items()])
     opened = {a.name: a.opened(given[a.name].shape, given[a.name].stride()) for a in arguments}
     words = words_of(arguments, sizes, clusters(config, device), opened).at(given)
-    run, stream = functools.partial(function, *words), current_stream(device)
-    return lambda: run(stream())
+    return on_device(functools.partial(function, *words), device)
 
 
 def _refuse(wrong: Sequence[str]) -> None:

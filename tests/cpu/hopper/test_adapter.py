@@ -166,6 +166,15 @@ def test_a_tensor_that_is_changed_in_place_is_refused_before_the_launch(
     assert emulated[0].calls == 2
 
 
+def test_a_plan_that_no_capture_takes_is_asked_at_every_call(ready: Any) -> None:
+    graph, pack, memory = ready
+    executable = graph._plan_set.executable(0)
+    found = graph._plan_set.repeated(graph._binder, pack, memory)
+    given = (found.buffers, found.call.bindings, memory)
+    assert executable.prepare(*given) is not None
+    assert replace(executable, not_capturable=("a step",)).prepare(*given) is None
+
+
 def test_threads_repeat_their_own_calls(gpu: Any, emulated: list[Any], seed: int) -> None:
     graph, _ = gpu.build(gpu.CASES["prob"])
     wrong: list[Any] = []
