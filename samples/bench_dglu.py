@@ -55,7 +55,7 @@ def dswiglu_quantized(r: torch.Tensor, c: torch.Tensor, prob: torch.Tensor) -> t
     return d, dprob, mxfp8(d, 1), mxfp8(d, 0)
 
 
-class DgluBenchmark(KernelBenchmark):
+class DgluBenchmark(KernelBenchmark):  # type: ignore[misc]
     """dy (M, H) x b (L, H, I), with the pre-activation c (M, 2I) and prob (M,) -> d (M, 2I), dprob (M,)."""
 
     title = "Grouped GEMM + dSwiGLU"

@@ -34,7 +34,7 @@ def swiglu(h: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
     return (gate * torch.sigmoid(gate) * up * prob.view(m, 1, 1)).view(m, i2 // 2).to(h.dtype)
 
 
-class GluBenchmark(KernelBenchmark):
+class GluBenchmark(KernelBenchmark):  # type: ignore[misc]
     """x (M, H) x b (L, H, 2I), with prob (M,) -> h (M, 2I), d (M, I)."""
 
     title = "Grouped GEMM + SwiGLU"
