@@ -1,4 +1,4 @@
-"""Problems of our Hopper dGLU kernel, made without a graph so that each condition can be broken alone, graphs of them,
+"""Problems of our Hopper kernels, made without a graph so that each condition can be broken alone, graphs of them,
 and the kernel emulated behind its real host code."""
 
 from __future__ import annotations
@@ -101,15 +101,72 @@ def _make(
     )
 
 
+def _make_glu(
+    *,
+    rows: Any = None,
+    k: Any = 64,
+    n: Any = 64,
+    experts: Any = 2,
+    act: str = "swiglu",
+    b_major: str = "k",
+    roles: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    rounding: Mapping[str, DataType] | None = None,
+    layout: GluLayout | None = None,
+    operands: DataType = DataType.BFLOAT16,
+) -> Problem:
+    """A forward problem that every condition lets through, but for what the arguments change; `n` is a column count of
+    the activation. `roles` are added to a, b, offsets, c and d; without `rounding`, c is its own."""
+    m = symbol("M", 128) if rows is None else rows
+    bf16, f32 = DataType.BFLOAT16, DataType.FLOAT
+    layout, wide = layout or GluLayout.interleaved(32), 2 * n
+    known: dict[str, dict[str, Any]] = {
+        "a": dict(dim=(m, k), data_type=operands),
+        "b": dict(dim=(experts, k, wide), data_type=operands, glu_layout=layout,
+                  stride=(k * wide, 1, k) if b_major == "k" else (k * wide, wide, 1)),
+        "offsets": dict(dim=(experts,), data_type=DataType.INT32),
+        "alpha": dict(dim=(experts,), data_type=f32),
+        "bias": dict(dim=(experts, wide), glu_layout=layout),
+        "prob": dict(dim=(m,), data_type=f32),
+        "c": dict(dim=(m, wide), glu_layout=layout, is_output=True),
+        "d": dict(dim=(m, n), is_output=True),
+        "dbias": dict(dim=(experts, n), data_type=f32, is_output=True),
+        "amax": dict(dim=(experts,), data_type=f32, is_output=True),
+        "q_row": dict(dim=(m, n), data_type=DataType.FP8_E4M3, is_output=True),
+        "q_col": dict(dim=(m, n), data_type=DataType.FP8_E4M3, is_output=True),
+    }  # fmt: skip
+    asked = {"a", "b", "offsets", "c", "d", *roles} - set(without)
+    specs = {}
+    for uid, role in enumerate(r for r in known if r in asked):
+        fields: dict[str, Any] = {"data_type": bf16, **known[role]}
+        fields.setdefault("stride", contiguous_stride(fields["dim"]))
+        specs[role] = replace(TensorSpec(uid=uid, name=role, **fields), **(changes or {}).get(role, {}))
+    given = {"act": act, "alpha_exponent": 1, **ACTIVATIONS[act], **(attributes or {})}
+    return Problem("grouped_gemm_glu", specs, given, rounding or {})
+
+
 @pytest.fixture(scope="session")
 def make_problem() -> Callable[..., Problem]:
     return _make
 
 
 @pytest.fixture(scope="session")
+def make_glu_problem() -> Callable[..., Problem]:
+    return _make_glu
+
+
+@pytest.fixture(scope="session")
 def entry() -> KernelEntry:
-    """The kernel's line of the registry."""
+    """The backward kernel's line of the registry."""
     return next(k for k in KERNELS if k.id == "sm90.grouped_gemm_dglu")
+
+
+@pytest.fixture(scope="session")
+def glu_entry() -> KernelEntry:
+    """The forward kernel's line of the registry."""
+    return next(k for k in KERNELS if k.id == "sm90.grouped_gemm_glu")
 
 
 @pytest.fixture(scope="session")
