@@ -5,7 +5,7 @@ Axis letters: M rows (already grouped by expert), H hidden, I intermediate, L ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,9 @@ INDEX_TYPES = {torch.int32: DataType.INT32, torch.int64: DataType.INT64}
 class MlpConfig:
     """Everything that the graphs of one expert MLP depend on, but the number of rows.
 
-    `w1_stride`, `w2_stride`: of the weights (L, 2I, H) and (L, H, I). `activation_parameters`: in the order of
-    ACTIVATION_PARAMETERS. `multiple_of`: promise about every expert's number of rows.
+    `w1_stride`, `w2_stride`: of the weights (L, 2I, H) and (L, H, I), () of one that the graph does not have.
+    `activation_parameters`: in the order of ACTIVATION_PARAMETERS. `multiple_of`: promise about every expert's number
+    of rows.
     """
 
     device: torch.device
@@ -65,10 +66,10 @@ class MlpConfig:
 
 
 def configuration_of(
-    x: torch.Tensor,  # (M, H)
+    rows: torch.Tensor,  # (M, ...), any of them: its type and device count
     offsets: torch.Tensor,  # (L,)
-    w1: torch.Tensor,  # (L, 2I, H)
-    w2: torch.Tensor,  # (L, H, I)
+    w1: torch.Tensor | None,  # (L, 2I, H)
+    w2: torch.Tensor | None,  # (L, H, I)
     prob: torch.Tensor | None,  # (M,)
     act: str,
     activation_parameters: Sequence[float],
@@ -76,16 +77,19 @@ def configuration_of(
     recipe: str,
     multiple_of: int,
 ) -> MlpConfig:
-    """The configuration of a call that `check_call` has passed."""
+    """The configuration of a call that `check_call` or, with one of the weights, `check_half` has passed."""
+    hidden, intermediate = (0, 0) if w1 is None else (w1.shape[2], w1.shape[1] // 2)
+    if w2 is not None:
+        _, hidden, intermediate = w2.shape
     return MlpConfig(
-        device=x.device,
-        data_type=OPERAND_TYPES[x.dtype],
+        device=rows.device,
+        data_type=OPERAND_TYPES[rows.dtype],
         offsets_type=INDEX_TYPES[offsets.dtype],
-        experts=w1.shape[0],
-        hidden=w1.shape[2],
-        intermediate=w2.shape[2],
-        w1_stride=w1.stride(),
-        w2_stride=w2.stride(),
+        experts=offsets.shape[0],
+        hidden=hidden,
+        intermediate=intermediate,
+        w1_stride=() if w1 is None else w1.stride(),
+        w2_stride=() if w2 is None else w2.stride(),
         has_prob=prob is not None,
         act=act,
         activation_parameters=tuple(float(p) for p in activation_parameters),
@@ -119,10 +123,51 @@ def check_call(
             required=f"a multiple of {MXFP8_BLOCK}: blocks along the rows of a column must not span two experts",
             hint=f"pad each expert's rows to {MXFP8_BLOCK} and pass multiple_of={MXFP8_BLOCK}",
         )
+    _check_layout(glu_layout, w2.shape[2])
+
+
+def _check_layout(glu_layout: str, intermediate: int) -> None:
     layout = GluLayout.parse(glu_layout)
-    if w2.shape[2] % (layout.width or 1):
-        raise VariantPackError("GLU_LAYOUT", asked=f"glu_layout {layout}", seen=f"I = {w2.shape[2]}",
+    if intermediate % (layout.width or 1):
+        raise VariantPackError("GLU_LAYOUT", asked=f"glu_layout {layout}", seen=f"I = {intermediate}",
                                required=f"an intermediate size that is a multiple of {layout.width}")  # fmt: skip
+
+
+def check_half(
+    rows: Mapping[str, tuple[torch.Tensor | None, int]],  # each (M, columns)
+    intermediate: int,
+    offsets: torch.Tensor,  # (L,)
+    weight: torch.Tensor,  # (L, outputs, inputs)
+    prob: torch.Tensor | None,  # (M,)
+    act: str,
+    activation_parameters: Sequence[float],
+    glu_layout: str,
+    multiple_of: int,
+) -> None:
+    """As `check_call` for one of the two matmuls: `rows` are its tensors by name, with the columns they must have."""
+    _check_choices(act, activation_parameters, UNQUANTIZED, multiple_of)
+    present = {name: (t, columns) for name, (t, columns) in rows.items() if t is not None}
+    count = next(iter(present.values()))[0].shape[0]
+    if offsets.dim() != 1 or offsets.shape[0] != weight.shape[0] or offsets.dtype not in INDEX_TYPES:
+        raise VariantPackError("EXPERTS", asked="offsets of an expert MLP",
+                               seen=f"{offsets.dtype} of shape {tuple(offsets.shape)}",
+                               required=f"({weight.shape[0]},) of one of {list(INDEX_TYPES)}")  # fmt: skip
+    wanted: list[tuple[str, torch.Tensor, tuple[int, ...], torch.dtype]] = [
+        (name, t, (count, columns), weight.dtype) for name, (t, columns) in present.items()
+    ]
+    if prob is not None:
+        wanted.append(("probs", prob, (count,), torch.float32))
+    for name, tensor, shape, dtype in wanted:
+        if tuple(tensor.shape) != shape:
+            raise VariantPackError("SHAPE", asked=f"{name} of an expert MLP", seen=f"shape {tuple(tensor.shape)}",
+                                   required=f"{shape} beside weights {tuple(weight.shape)}")  # fmt: skip
+        if tensor.dtype is not dtype or weight.dtype not in OPERAND_TYPES:
+            raise VariantPackError("DATA_TYPE", asked=f"{name} of an expert MLP", seen=tensor.dtype,
+                                   required=f"{dtype}, of {list(OPERAND_TYPES)} for rows")  # fmt: skip
+        if tensor.device != weight.device or offsets.device != weight.device:
+            raise VariantPackError("DEVICE", asked=f"{name} of an expert MLP", seen=f"{tensor.device}, offsets on "
+                                   f"{offsets.device}", required=f"{weight.device}, as the weights")  # fmt: skip
+    _check_layout(glu_layout, intermediate)
 
 
 def _check_choices(act: str, parameters: Sequence[float], recipe: str, multiple_of: int) -> None:

@@ -1,7 +1,10 @@
 """The graphs of an expert MLP, forward and backward, built once for each configuration; M is a symbol.
 
     h = x w1;  act = glu(h, prob);  y = act w2
-    dact = dy w2^T;  dh, dprob = glu_backward(dact, h, prob);  dx = dh w1^T;  dw1 = dh^T x;  dw2 = dy^T act
+    dact = dy w2^T;  dh, dprob = glu_backward(dact, h, prob);  dw2 = dy^T act;  dx = dh w1^T;  dw1 = dh^T x
+
+A step without a recipe runs four of them, cut at act and at dh, so that h and act are gone when dx and dw1 are made. In
+codes it runs two: dh itself is never stored.
 
 Under recipe mxfp8 x, act, dy and dh pass through E4M3 codes with E8M0 scales on their way to every matmul: in blocks
 along the row where a matmul sums over columns, in blocks along the column for weight gradients, which sum over rows.
@@ -28,11 +31,13 @@ from .configuration import MXFP8_BLOCK, MlpConfig
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward graph. `saves`: also write what the backward reads; `saves_act`: the activation among it."""
+    """A forward graph. `saves`: also write what the backward reads; `saves_act`: the activation among it. Without
+    `has_fc2` it ends at the activation."""
 
     config: MlpConfig
     saves: bool
     saves_act: bool
+    has_fc2: bool = True
 
     def declare(self) -> Graph:
         """The graph, not planned yet. Inputs x, w1, w2, offsets, prob; outputs y and what is saved."""
@@ -42,16 +47,13 @@ class Forward:
         x = g.tensor("x", dim=(rows, c.hidden), alignment=c.alignment)  # (M, H)
         w1 = g.tensor("w1", dim=(c.experts, c.hidden, 2 * c.intermediate), stride=_transposed(c.w1_stride),
                       glu_layout=c.glu_layout, alignment=c.alignment)  # fmt: skip
-        w2 = g.tensor("w2", dim=(c.experts, c.intermediate, c.hidden), stride=_transposed(c.w2_stride),
-                      alignment=c.alignment)  # fmt: skip
-
         h = g.grouped_matmul(_operand(g, c, x, "x"), w1, offsets, name="fc1")  # (M, 2I)
         h.set_name("h").set_data_type(c.data_type).set_output(self.saves)
         act = g.glu(h, act=c.act, prob=prob, name="activation", **c.activation).set_name("act")  # (M, I)
         if not c.is_quantized:
             act.set_data_type(c.data_type).set_output(self.saves_act)
-        y = g.grouped_matmul(_operand(g, c, act, "act"), w2, offsets, name="fc2")  # (M, H)
-        y.set_name("y").set_output(True)
+        if self.has_fc2:
+            _fc2(g, c, act, offsets)
         if c.is_quantized and self.saves:
             for tensor, name in ((x, "x"), *(((act, "act"),) if self.saves_act else ())):
                 codes, scales = _quantize(g, c, tensor, axis=0, name=name)
@@ -61,8 +63,24 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Fc2:
+    """The rest of a forward that ended at the activation."""
+
+    config: MlpConfig
+
+    def declare(self) -> Graph:
+        """The graph, not planned yet. Inputs act, w2, offsets; output y."""
+        g, rows = _new_graph("grouped_mlp_fc2", self.config)
+        offsets = _offsets(g, self.config)
+        act = g.tensor("act", dim=(rows, self.config.intermediate), alignment=self.config.alignment)  # (M, I)
+        _fc2(g, self.config, act, offsets)
+        return g
+
+
+@dataclass(frozen=True)
 class Backward:
-    """A backward graph that gives the gradients asked for. `has_act`: the forward saved its activation."""
+    """A backward graph that gives the gradients asked for. `has_act`: the forward saved its activation. `dh`: also that
+    of the pre-activation, from which Fc1Backward goes on."""
 
     config: MlpConfig
     dx: bool
@@ -70,6 +88,7 @@ class Backward:
     dw2: bool
     dprob: bool
     has_act: bool
+    dh: bool = False
 
     @property
     def recomputes(self) -> bool:
@@ -77,19 +96,19 @@ class Backward:
         return self.dw2 and not self.has_act
 
     def declare(self) -> Graph:
-        """The graph, not planned yet. Inputs as the forward's, dy and what was saved; outputs dx, dw1, dw2, dprob."""
+        """The graph, not planned yet. Inputs as the forward's, dy and what was saved; outputs as asked for."""
         c = self.config
         g, rows = _new_graph("grouped_mlp_backward", c)
         offsets, prob = _routing(g, rows, c)
         dy = g.tensor("dy", dim=(rows, c.hidden), alignment=c.alignment)  # (M, H)
         act = self._act(g, rows) if self.dw2 and self.has_act else None
-        if self.dx or self.dw1 or self.dprob or self.recomputes:
+        if self.dh or self.dx or self.dw1 or self.dprob or self.recomputes:
             h = g.tensor("h", dim=(rows, 2 * c.intermediate), glu_layout=c.glu_layout, alignment=c.alignment)
             w2 = g.tensor("w2", dim=(c.experts, c.hidden, c.intermediate), stride=c.w2_stride, alignment=c.alignment)
             dact = g.grouped_matmul(_operand(g, c, dy, "dy"), w2, offsets, name="fc2_dgrad")  # (M, I) float32
             dh, dprob, *more = g.glu_backward(dact, h, act=c.act, prob=prob, recompute=self.recomputes,
                                               name="activation_backward", **c.activation)  # fmt: skip
-            dh.set_name("dh")
+            dh.set_name("dh").set_output(self.dh)
             if not c.is_quantized:
                 dh.set_data_type(c.data_type)
             if self.dprob:
@@ -97,7 +116,7 @@ class Backward:
             for recomputed in more:
                 act = recomputed if c.is_quantized else recomputed.set_data_type(c.data_type)
                 act = _column_operand(g, c, act, "act")
-            self._fc1_gradients(g, rows, offsets, dh)
+            _fc1_gradients(g, c, rows, offsets, dh, self.dx, self.dw1)
         if act is not None:
             dw2 = g.grouped_matmul_wgrad(*_ordered(_column_operand(g, c, dy, "dy"), act, c.w2_stride), offsets,
                                          name="fc2_wgrad")  # fmt: skip
@@ -111,19 +130,27 @@ class Backward:
             return _saved_codes(g, c, rows, c.intermediate, "act")
         return g.tensor("act", dim=(rows, c.intermediate), alignment=c.alignment)
 
-    def _fc1_gradients(self, g: Graph, rows: Dim, offsets: Tensor, dh: Tensor) -> None:
+
+@dataclass(frozen=True)
+class Fc1Backward:
+    """The rest of a backward that ended at dh."""
+
+    config: MlpConfig
+    dx: bool
+    dw1: bool
+
+    def declare(self) -> Graph:
+        """The graph, not planned yet. Inputs dh, offsets, w1 for dx and x for dw1; outputs as asked for."""
         c = self.config
-        if self.dx:
-            w1 = g.tensor("w1", dim=(c.experts, 2 * c.intermediate, c.hidden), stride=c.w1_stride,
-                          alignment=c.alignment)  # fmt: skip
-            dx = g.grouped_matmul(_operand(g, c, dh, "dh"), w1, offsets, name="fc1_dgrad")  # (M, H)
-            dx.set_name("dx").set_output(True)
-        if self.dw1:
-            x = _saved_codes(g, c, rows, c.hidden, "x") if c.is_quantized else (
-                g.tensor("x", dim=(rows, c.hidden), alignment=c.alignment))  # fmt: skip
-            dw1 = g.grouped_matmul_wgrad(*_ordered(_column_operand(g, c, dh, "dh"), x, c.w1_stride), offsets,
-                                         name="fc1_wgrad")  # fmt: skip
-            dw1.set_name("dw1").set_output(True)
+        g, rows = _new_graph("grouped_mlp_fc1_backward", c)
+        offsets = _offsets(g, c)
+        dh = g.tensor("dh", dim=(rows, 2 * c.intermediate), alignment=c.alignment)  # (M, 2I)
+        _fc1_gradients(g, c, rows, offsets, dh, self.dx, self.dw1)
+        return g
+
+
+Key = Forward | Fc2 | Backward | Fc1Backward
+"""What a graph of an expert MLP is built from."""
 
 
 def inputs_first(stride: tuple[int, ...]) -> bool:
@@ -136,15 +163,41 @@ def _ordered(outputs: Tensor, inputs: Tensor, stride: tuple[int, ...]) -> tuple[
     return (inputs, outputs) if inputs_first(stride) else (outputs, inputs)
 
 
+def _fc2(g: Graph, c: MlpConfig, act: Tensor, offsets: Tensor) -> None:
+    w2 = g.tensor("w2", dim=(c.experts, c.intermediate, c.hidden), stride=_transposed(c.w2_stride),
+                  alignment=c.alignment)  # fmt: skip
+    y = g.grouped_matmul(_operand(g, c, act, "act"), w2, offsets, name="fc2")  # (M, H)
+    y.set_name("y").set_output(True)
+
+
+def _fc1_gradients(g: Graph, c: MlpConfig, rows: Dim, offsets: Tensor, dh: Tensor, wants_dx: bool, wants_dw1: bool
+                   ) -> None:  # fmt: skip
+    if wants_dx:
+        w1 = g.tensor("w1", dim=(c.experts, 2 * c.intermediate, c.hidden), stride=c.w1_stride, alignment=c.alignment)
+        dx = g.grouped_matmul(_operand(g, c, dh, "dh"), w1, offsets, name="fc1_dgrad")  # (M, H)
+        dx.set_name("dx").set_output(True)
+    if wants_dw1:
+        x = _saved_codes(g, c, rows, c.hidden, "x") if c.is_quantized else (
+            g.tensor("x", dim=(rows, c.hidden), alignment=c.alignment))  # fmt: skip
+        dw1 = g.grouped_matmul_wgrad(*_ordered(_column_operand(g, c, dh, "dh"), x, c.w1_stride), offsets,
+                                     name="fc1_wgrad")  # fmt: skip
+        dw1.set_name("dw1").set_output(True)
+
+
 def _new_graph(name: str, c: MlpConfig) -> tuple[Graph, Dim]:
     g = Graph(name=name, io_data_type=c.data_type, intermediate_data_type=DataType.FLOAT, device=c.device)
     return g, g.symbol("M", multiple_of=c.multiple_of)
 
 
+def _offsets(g: Graph, c: MlpConfig) -> Tensor:
+    """offsets (L,)."""
+    return g.tensor("offsets", dim=(c.experts,), data_type=c.offsets_type, multiple_of=c.multiple_of,
+                    alignment=c.alignment)  # fmt: skip
+
+
 def _routing(g: Graph, rows: Dim, c: MlpConfig) -> tuple[Tensor, Tensor | None]:
     """offsets (L,) and prob (M,)."""
-    offsets = g.tensor("offsets", dim=(c.experts,), data_type=c.offsets_type, multiple_of=c.multiple_of,
-                       alignment=c.alignment)  # fmt: skip
+    offsets = _offsets(g, c)
     if not c.has_prob:
         return offsets, None
     return offsets, g.tensor("prob", dim=(rows,), data_type=DataType.FLOAT, alignment=c.alignment)
@@ -249,7 +302,7 @@ GRAPHS = GraphCache()
 """The graphs of every expert MLP and compiled region of this process."""
 
 
-def graph_of(key: Forward | Backward) -> BuiltGraph:
+def graph_of(key: Key) -> BuiltGraph:
     """The built graph of `key`. The first build for a configuration logs what stays unfused.
 
     Raises StateError("BUILD_IN_CAPTURE") where that would be inside CUDA graph capture.
@@ -260,7 +313,7 @@ def graph_of(key: Forward | Backward) -> BuiltGraph:
             raise StateError(
                 "BUILD_IN_CAPTURE",
                 asked="an expert MLP in CUDA graph capture",
-                seen=f"its {type(key).__name__.lower()} graph is not built for these types, strides and alignments",
+                seen=f"its graph {key.declare().name} is not built for these types, strides and alignments",
                 required="one call, forward and backward, with the same buffers before the capture",
                 hint="torch.cuda.make_graphed_callables warms up by itself; torch.cuda.graph does not",
             )

@@ -18,8 +18,8 @@ from ..ir.nodes.glu import ACTIVATION_PARAMETERS
 from ..ir.op import OpSpec
 from ..ir.ops import OPS
 from . import ops  # noqa: F401  registers torch.ops.opfuse
-from .configuration import MXFP8, UNQUANTIZED, configuration_of
-from .graphs import Backward, Forward
+from .configuration import MXFP8, UNQUANTIZED, check_call, configuration_of
+from .graphs import Backward, Fc1Backward, Fc2, Forward, Key
 from .layouts import as_layout, check_tag, convert_glu_layout, tag
 
 if TYPE_CHECKING:
@@ -94,8 +94,10 @@ def grouped_mlp(
         y = torch.ops.opfuse.grouped_mlp_mxfp8_forward(x, offsets, w1, w2, prob, *choices,
                                                        save == "activation" and w2.requires_grad)[0]  # fmt: skip
     elif recipe is None:
-        y = torch.ops.opfuse.grouped_mlp_forward(x, offsets, w1, w2, prob, *choices,
-                                                 save == "activation" and w2.requires_grad)[0]  # fmt: skip
+        check_call(x, offsets, w1, w2, prob, *choices[:3], UNQUANTIZED, multiple_of)
+        fixed = None if prob is None else prob.detach()  # its gradient comes from fc2
+        h, act_rows = torch.ops.opfuse.grouped_mlp_fc1(x, offsets, w1, fixed, *choices)
+        y = torch.ops.opfuse.grouped_mlp_fc2(h, act_rows, offsets, w2, prob, *choices, save == "activation")
     else:
         raise VariantPackError("RECIPE", asked=f"recipe {recipe!r}", required=f"None or {MXFP8!r}")
     return y
@@ -164,7 +166,11 @@ class GroupedMLP(nn.Module):
         return y, None
 
     def explain(self, arch: ArchLike | None = None, *, probs: bool = True) -> dict[str, Explanation]:
-        """What fuses in "forward" and "backward" on `arch` (default: where the weights are), and why the rest not."""
+        """What fuses in each graph of a step on `arch` (default: where the weights are), and why the rest not.
+
+        "forward" and "backward"; without a recipe these end at the activation and at the gradient of h, and "fc2" and
+        "fc1_backward" go on from there.
+        """
         offsets = torch.empty(self.num_experts, dtype=torch.int32, device=self.w1.device)
         x = self.w1.new_empty(0, self.hidden_size)
         config = configuration_of(
@@ -173,10 +179,13 @@ class GroupedMLP(nn.Module):
             self.recipe or UNQUANTIZED, self.multiple_of,
         )  # fmt: skip
         saves_act = self.save == "activation"
-        graphs: dict[str, Forward | Backward] = {
-            "forward": Forward(config, True, saves_act),
-            "backward": Backward(config, True, True, True, probs, saves_act),
+        whole = self.recipe == MXFP8
+        graphs: dict[str, Key] = {
+            "forward": Forward(config, True, saves_act or not whole, has_fc2=whole),
+            "backward": Backward(config, whole, whole, True, probs, saves_act, dh=not whole),
         }
+        if not whole:
+            graphs |= {"fc2": Fc2(config), "fc1_backward": Fc1Backward(config, True, True)}
         return {name: key.declare().explain(arch) for name, key in graphs.items()}
 
     def extra_repr(self) -> str:

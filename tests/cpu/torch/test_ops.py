@@ -42,25 +42,40 @@ def choices_of(case, multiple_of=1):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("op", ["grouped_mlp", "grouped_mlp_forward"])
-def test_c107_forward_ops_pass_opcheck(op, name, make_case):
+def test_c107_the_whole_op_passes_opcheck(name, make_case):
     case = make_case(**CASES[name])
-    last = {"grouped_mlp": "", "grouped_mlp_forward": name != "even"}[op]
-    torch.library.opcheck(getattr(torch.ops.opfuse, op).default, (*inputs_of(case), *choices_of(case), last))
+    torch.library.opcheck(torch.ops.opfuse.grouped_mlp.default, (*inputs_of(case), *choices_of(case), ""))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_c107_the_backward_op_passes_opcheck(name, make_case):
+def test_c107_forward_ops_pass_opcheck(name, make_case):
+    case = make_case(**CASES[name])
+    x, offsets, w1, w2, prob = inputs_of(case)
+    choices = choices_of(case)
+    torch.library.opcheck(torch.ops.opfuse.grouped_mlp_fc1.default, (x, offsets, w1, prob, *choices))
+    fixed = None if prob is None else prob.detach()
+    h, act = (t.detach() for t in torch.ops.opfuse.grouped_mlp_fc1(x, offsets, w1, fixed, *choices))
+    torch.library.opcheck(torch.ops.opfuse.grouped_mlp_fc2.default,
+                          (h.requires_grad_(), act, offsets, w2, prob, *choices, name != "even"))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_c107_backward_ops_pass_opcheck(name, make_case):
     case = make_case(**CASES[name])
     x, offsets, w1, w2, prob = (t if t is None else t.detach() for t in inputs_of(case))
-    _, h, act = torch.ops.opfuse.grouped_mlp_forward(x, offsets, w1, w2, prob, *choices_of(case), True)
-    for wanted in ((True, True, True, prob is not None), (True, False, False, False), (False, False, True, False)):
-        torch.library.opcheck(torch.ops.opfuse.grouped_mlp_backward.default,
-                              (torch.randn_like(x), offsets, w1, w2, prob, x, h, act, *choices_of(case), *wanted),
-                              test_utils=("test_schema", "test_faketensor"))  # fmt: skip
-    torch.library.opcheck(torch.ops.opfuse.grouped_mlp_backward.default,
-                          (torch.randn_like(x), offsets, w1, w2, prob, x, h, None, *choices_of(case),
-                           True, True, True, prob is not None))  # fmt: skip
+    choices, checks = choices_of(case), ("test_schema", "test_faketensor")
+    h, act = torch.ops.opfuse.grouped_mlp_fc1(x, offsets, w1, prob, *choices)
+    ours, dy = torch.ops.opfuse, torch.randn_like(x)
+    for wanted in ((True, True, prob is not None), (True, False, False), (False, True, False)):
+        torch.library.opcheck(ours.grouped_mlp_fc2_backward.default,
+                              (dy, offsets, w2, prob, h, act, *choices, *wanted), test_utils=checks)  # fmt: skip
+    torch.library.opcheck(ours.grouped_mlp_fc2_backward.default,
+                          (dy, offsets, w2, prob, h, None, *choices, True, True, prob is not None))  # fmt: skip
+    dh = torch.randn_like(h)
+    torch.library.opcheck(ours.grouped_mlp_fc1_backward.default, (dh, offsets, w1, x, *choices[3:], True, True))
+    for wanted in ((True, False), (False, True)):
+        torch.library.opcheck(ours.grouped_mlp_fc1_backward.default, (dh, offsets, w1, x, *choices[3:], *wanted),
+                              test_utils=checks)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MXFP8_CASES)
