@@ -16,6 +16,10 @@ backward allocate beside inputs and weights: saved activations, temporaries, and
 `dglu`: the grouped matmul that gives the gradient of the activation, and the activation's derivative, alone: as
 autograd runs them in that framework's grouped_mm path, against opfuse's plan of the same.
 
+`compiled`: what opfuse's backend told of the arm that torch.compile(backend="opfuse") runs: the kernels that it fused,
+forward and backward, what it merged, why it left the rest; and `ran`, the operation graphs that one forward and
+backward of that arm then ran, as the profiler saw them.
+
 Ratios are the time (or memory) of another arm over opfuse's: above 1, opfuse is faster.
 """
 
@@ -44,6 +48,7 @@ from typing import Any
 import torch
 from kernel_benchmark import source_sha256
 from moe_blocks import BLOCKS, Arm, Block, Shape
+from opfuse.graph_ops.torch.compile import CompileExplanation
 from progress import progress_bar
 
 HERE = Path(__file__).parent
@@ -53,6 +58,7 @@ BOUND = 2e-2
 FLUSHES = 8
 """Times that 256 MB are overwritten before a measurement: 0.5 ms of work, more than the host needs to be ahead."""
 
+PARTS = ("forward", "backward")
 PHASES = ("forward", "backward", "both")
 TIMES = tuple(f"{phase}_ms" for phase in PHASES)
 ARMS = ("eager", "grouped_mm", "compile", "opfuse", "opfuse_mlp")
@@ -180,6 +186,21 @@ def peak_gib(arm: Arm, dy: torch.Tensor) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
+def told(found: CompileExplanation, arm: Arm, dy: torch.Tensor) -> dict[str, Any]:
+    """What torch.compile made of an arm, by what the backend says, and by what one forward and backward run."""
+    in_place = [(r.part, r.plan) for r in found.regions if r.replaced and r.plan is not None]
+    run(arm, dy)  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        run(arm, dy)
+    return {
+        **{part: [s.kernel for p, plan in in_place if p == part for s in plan.fused_steps] for part in PARTS},
+        "merged": [str(merge) for merge in found.merges],
+        "left": [f"{r.part}, {', '.join(r.nodes[:2])}: {r.reason}" for r in found.regions if not r.replaced],
+        "graphs": len(in_place),
+        "ran": sum(event.name == "opfuse::run_graph" for event in profiled.events()),
+    }
+
+
 def _ignoring(call: Callable[[], Any], _: Any) -> Any:
     return call()
 
@@ -187,7 +208,9 @@ def _ignoring(call: Callable[[], Any], _: Any) -> Any:
 def measure(framework: str, shape: Shape, device: torch.device, rounds: int) -> dict[str, Any]:
     """A row of the record."""
     block = BLOCKS[framework](shape, device)
+    explained = block.explained() if block.explained is not None else None  # first: it forgets all compiled code
     apart = compare(block, f"{framework}, {shape.name}")
+    compiled = told(explained, block.arms[OURS], block.dy) if explained is not None else None
     peaks = {name: peak_gib(arm, block.dy) for name, arm in block.arms.items()}
     counts = {name: min(SLOW_ROUNDS, rounds) if arm.slow else rounds for name, arm in block.arms.items()}
     times = rounds_of({name: stages_of(arm, block.dy) for name, arm in block.arms.items()}, counts, device)
@@ -199,6 +222,7 @@ def measure(framework: str, shape: Shape, device: torch.device, rounds: int) -> 
         "arms": {n: {**dict(zip(TIMES, t, strict=True)), "peak_gib": peaks[n]} for n, t in times.items()},
         "dglu": {f"{name}_ms": t[0] for name, t in alone.items()},
         "dglu_plan": block.dglu_plan,
+        "compiled": compiled,
         "difference": apart,
     }  # fmt: skip
 
@@ -220,7 +244,12 @@ def line(row: Mapping[str, Any]) -> str:
         for name, a in row["arms"].items()
     )
     both, alone = ratio(row, THEIRS, "both_ms"), row["dglu"][f"{THEIRS}_ms"] / row["dglu"][f"{OURS}_ms"]
-    return f"{row['framework']:10s} {row['shape']:17s} {both:.3f} x  dglu {alone:.2f} x  [ms forward+backward: {times}]"
+    found = f"{row['framework']:10s} {row['shape']:17s} {both:.3f} x  dglu {alone:.2f} x  [ms both ways: {times}]"
+    if compiled := row.get("compiled"):
+        counts = " and ".join(f"{len(compiled[part])} {part}" for part in PARTS)
+        found += f"\n  torch.compile(backend='opfuse'): {counts} fused; {compiled['ran']} operation graphs ran"
+        found += "".join(f"\n  {said}" for said in (*compiled["merged"], *compiled["left"]))
+    return found
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

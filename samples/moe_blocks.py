@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from opfuse.graph_ops import DataType, GluLayout, Graph
-from opfuse.graph_ops.torch import GroupedMLP, backend, hf
+from opfuse.graph_ops.torch import GroupedMLP, backend, explain, hf
+from opfuse.graph_ops.torch.compile import CompileExplanation
 from opfuse.graph_ops.torch.layouts import tag
 from torch import nn
 
@@ -31,8 +32,8 @@ DTYPE = torch.bfloat16
 COMPILER: dict[str, Any] = {"backend": "inductor"}
 """What torch.compile is given."""
 
-FUSION: dict[str, Any] = {"fuse_rounding": True}
-"""The options of opfuse's backend: the activation rounds where bf16 code would round its parts as well."""
+FUSION: dict[str, Any] = {}
+"""The options of opfuse's backend: none, so that it rounds as Inductor does."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,15 @@ class Arm:
 class Block:
     """A framework's block at one shape: arms over the same numbers, and the part that is grouped GEMM + dGLU alone.
 
-    `dglu_plan`: what opfuse runs for that part, its kernels or "unfused".
+    `dglu_plan`: what opfuse runs for that part, its kernels or "unfused". `explained`: what its backend makes of the
+    arm `opfuse`, where torch.compile runs that.
     """
 
     arms: dict[str, Arm]
     dy: torch.Tensor
     dglu: dict[str, Callable[[], Sequence[torch.Tensor]]]
     dglu_plan: str
+    explained: Callable[[], CompileExplanation] | None = None
 
 
 def normal(*size: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -204,7 +207,10 @@ def titan_block(shape: Shape, device: torch.device) -> Block:
     def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return dglu.fc2(F.silu(gate) * up)
 
-    return Block(arms, torch.randn_like(leaves["x"]), *dglu.arms(forward, None, split=True))
+    def explained() -> CompileExplanation:
+        return explain(titan_grouped, **FUSION)(tokens_per_expert=tokens, **leaves)
+
+    return Block(arms, torch.randn_like(leaves["x"]), *dglu.arms(forward, None, split=True), explained)
 
 
 # ---- Megatron --------------------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import sys
 
 import pytest
 import torch
+from opfuse.graph_ops.target import as_arch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 SHAPES = {"shapes": [{"name": "tiny", "L": 4, "M": 128, "H": 32, "I": 64}]}
 ARMS = {
@@ -23,7 +26,7 @@ def bench(load_sample, monkeypatch):
     loaded = load_sample("bench_moe")
     blocks = sys.modules["moe_blocks"]
     monkeypatch.setattr(blocks, "COMPILER", {"backend": "aot_eager"})
-    monkeypatch.setattr(blocks, "FUSION", {"fuse_rounding": True, "rest": "eager"})
+    monkeypatch.setattr(blocks, "FUSION", {"rest": "eager"})
     yield loaded
     torch.compiler.reset()
 
@@ -54,11 +57,51 @@ def test_record(bench, tmp_path, monkeypatch, capsys):
         assert set(row["dglu"]) == {"grouped_mm_ms", "opfuse_ms"}
         assert row["dglu_plan"] == "unfused"  # on a CPU
         assert 0 < max(row["difference"].values()) < bench.BOUND
+        if row["framework"] == "torchtitan":
+            assert (row["compiled"]["graphs"], row["compiled"]["ran"]) == (0, 0)
+            assert any("nothing of it fuses on cpu" in reason for reason in row["compiled"]["left"])
+        else:
+            assert row["compiled"] is None, "opfuse is no compiler's backend there"
     ratios = [row["arms"]["grouped_mm"]["both_ms"] / row["arms"]["opfuse"]["both_ms"] for row in found["rows"]]
     assert found["summary"]["all"]["grouped_mm_both"] == pytest.approx(statistics.geometric_mean(ratios))
     assert found["summary"]["all"]["grouped_mm_both_least"] == pytest.approx(min(ratios))
     assert set(found["summary"]) == {*ARMS, "all"}
     assert "grouped_mm_both" in capsys.readouterr().out
+
+
+@pytest.fixture
+def as_sm90(monkeypatch):
+    """Decisions of torch.compile's backend are taken as on an sm90 GPU; what it puts in still runs on the CPU."""
+    rewrite = importlib.import_module("opfuse.graph_ops.torch.compile.rewrite")
+    monkeypatch.setattr(rewrite, "arch_of_device", lambda device: as_arch("sm90"))
+
+
+KERNELS = {"forward": ["sm90.grouped_gemm_glu"], "backward": ["sm90.grouped_gemm_dglu"]}
+
+
+def test_the_compiled_block_fuses_and_its_record_says_so(bench, blocks, as_sm90):
+    """Rows as many, to the weights, as in qwen3-30b-ep8. What is told is what runs."""
+    block = blocks.BLOCKS["torchtitan"](blocks.Shape("", 4, 4096, 64, 32), torch.device("cpu"))
+    arm = block.arms["opfuse"]
+    found = bench.told(block.explained(), arm, block.dy)
+    assert {part: found[part] for part in KERNELS} == KERNELS
+    assert found["graphs"] == found["ran"] >= 2 and len(found["merged"]) == 1
+    got, wanted = bench.run(arm, block.dy), bench.run(block.arms["eager"], block.dy)
+    assert max(bench.difference(got[name], wanted[name]) for name in wanted) < bench.BOUND
+
+
+@pytest.mark.parametrize("name, forward, copies", [
+    ("qwen3-30b-ep8", True, "weights"), ("sonicmoe-fine", True, "weights"), ("deepseek-v3-ep32", False, "activations"),
+])  # fmt: skip
+def test_the_compiled_block_fuses_at_the_shapes_that_are_measured(bench, blocks, as_sm90, name, forward, copies):
+    """The graphs of those sizes, with no numbers in them."""
+    (shape,) = bench.read_shapes(str(bench.HERE / "shapes.json"), name)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = blocks.BLOCKS["torchtitan"](shape, torch.device("cpu")).explained()
+    kernels = {part: [s.kernel for r in found.regions if r.part == part and r.replaced for s in r.plan.fused_steps]
+               for part in KERNELS}  # fmt: skip
+    assert kernels == (KERNELS if forward else {**KERNELS, "forward": []}), str(found)
+    assert [m.copies for m in found.merges] == [copies]
 
 
 def test_an_arm_that_differs_is_an_error(bench, blocks, tmp_path, monkeypatch, capsys):

@@ -37,9 +37,15 @@ def backend(
 
 
 def compile_with(
-    rewriter: Rewriter, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None = None
+    rewriter: Rewriter,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None = None,
+    *,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """As `backend`, by a rewriter whose reports the caller wants."""
+    """As `backend`, by a rewriter whose reports the caller wants. `decompositions`: ops that are written out before,
+    where the rest is eager; Inductor has its own."""
     if rewriter.options.rest == "eager":
         from ...ir.errors import GraphNotSupportedError
 
@@ -64,6 +70,7 @@ def compile_with(
             bw_compiler=functools.partial(run, "backward"),
             inference_compiler=functools.partial(run, "inference"),
             partition_fn=partition,
+            decompositions=decompositions,
         )(gm, example_inputs)
         return compiled
 

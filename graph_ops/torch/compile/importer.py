@@ -43,6 +43,7 @@ from .spellings import (
     joined_halves,
     location_of,
     padded_half,
+    sigmoid_argument,
     swish_argument,
     value_of,
     widened_from,
@@ -197,6 +198,8 @@ class Importer:
             made = self.graph.join_glu(self.value(gate), self.value(up), layout, name=node.name)
         elif (x := swish_argument(node)) is not None:
             made = self.graph.swish(self.value(x), name=node.name)
+        elif (x := sigmoid_argument(node)) is not None:
+            made = self.graph.sigmoid(self.value(x), name=node.name)
         elif node.target is GROUPED_MM:
             made = self._grouped_mm(node)
         elif node.target in HANDLERS:

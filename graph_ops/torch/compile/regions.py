@@ -26,6 +26,7 @@ from .spellings import (
     dims_of,
     is_view,
     padded_half,
+    sigmoid_argument,
     swish_argument,
 )
 
@@ -132,7 +133,7 @@ def joins_of(region: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Iterator[
     gates: dict[fx.Node, None] = {}
     operands: dict[fx.Node, None] = {}
     for node in region:
-        x = swish_argument(node)
+        x = swish_argument(node) or sigmoid_argument(node)
         if node.target in SIGMOIDS:
             x = node.all_input_nodes[0]
         elif node.target is aten.silu_backward.default:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.decomposition import select_decomp_table
 
 from .backend import compile_with
 from .merge import Merge
@@ -61,18 +62,18 @@ class CompileExplanation:
 
 def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CompileExplanation]:
     """`explain(model, arch="sm90")(*args)`: compiles and runs `fn`, forward and backward, and says what fused and why
-    the rest did not. `options` are the backend's, but `rest` and Inductor's own. Gradients of leaves are computed and
-    dropped.
+    the rest did not. `options` are the backend's, but `rest` and Inductor's own: the graphs are those that Inductor
+    would have, its decompositions applied, and run in eager. Gradients of leaves are computed and dropped.
     """
     chosen = Options.of({**options, "rest": "eager"})
 
     def inner(*args: Any, **kwargs: Any) -> CompileExplanation:
         seen = torch._dynamo.explain(fn)(*args, **kwargs)
         torch._dynamo.reset()
-        rewriter = Rewriter(chosen)
+        rewriter = Rewriter(chosen, one_pass=True)
 
         def collect(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-            return compile_with(rewriter, gm, inputs)
+            return compile_with(rewriter, gm, inputs, decompositions=select_decomp_table())
 
         out = torch.compile(fn, backend=collect)(*args, **kwargs)
         _run_backward(fn, out, args, kwargs)

@@ -133,9 +133,11 @@ class Region:
 @dataclass
 class Rewriter:
     """Rewrites FX graphs in place. `regions` has the reports of every graph that it was given, in order, and `merges`
-    the gates and ups of two weights that were brought together."""
+    the gates and ups of two weights that were brought together. `one_pass`: whether to count elementwise ops that are
+    left alone as one kernel, as Inductor makes of them; None: as `options.rest` says."""
 
     options: Options
+    one_pass: bool | None = None
     regions: list[Region] = field(default_factory=list)
     merges: list[Merge] = field(default_factory=list)
 
@@ -180,9 +182,12 @@ class Rewriter:
         drop_whole_slices(graph)
         for region in list(find_regions(graph)):
             report, imported = self._read(region, part)
-            if imported is not None and self._wants(report, region):
-                _put_in_place(graph, region, imported, self.options.disable)
-                report, changed = replace(report, replaced=True), True
+            if imported is not None:
+                against = self._why_not_replaced(report, region)
+                if not against:
+                    _put_in_place(graph, region, imported, self.options.disable)
+                    changed = True
+                report = replace(report, replaced=not against, reason=against)
             self.regions.append(report)
         if changed:
             sort_topologically(graph)
@@ -242,16 +247,22 @@ class Rewriter:
             require_fused(plan)
         return plan
 
-    def _wants(self, report: Region, region: tuple[fx.Node, ...]) -> bool:
-        """Whether to put the operation graph in: with `replace="fused"` where it fuses and that is estimated to win."""
+    def _why_not_replaced(self, report: Region, region: tuple[fx.Node, ...]) -> str:
+        """Why not to put the operation graph in, "" where it is to be: with `replace="fused"` where it fuses on the
+        device and that is estimated to win."""
         if self.options.replace == "raised":
-            return True
+            return ""
         assert report.graph is not None and report.plan is not None
         here = arch_of_device(device_of(region))
         plan = report.plan if report.plan.arch == here.name else (
             make_plan(report.graph, here, disable=self.options.disable))  # fmt: skip
-        rival = framework_seconds(region, here, one_pass=self.options.rest == "inductor")
-        return bool(plan.fused_steps) and plan.estimate.seconds <= rival
+        if not plan.fused_steps:
+            return f"nothing of it fuses on {here.name}"
+        one_pass = self.options.rest == "inductor" if self.one_pass is None else self.one_pass
+        rival = framework_seconds(region, here, one_pass=one_pass)
+        if plan.estimate.seconds > rival:
+            return f"estimated at {1e6 * plan.estimate.seconds:.1f} us, as torch runs it at {1e6 * rival:.1f} us"
+        return ""
 
 
 @dataclass(frozen=True)

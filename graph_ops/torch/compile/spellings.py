@@ -184,11 +184,31 @@ def swish_argument(node: fx.Node) -> fx.Node | None:
     if node.target is not aten.div.Tensor:
         return None
     x, below = node.args
-    if not isinstance(below, fx.Node) or below.target is not aten.add.Tensor or below.args[1] != 1:
+    return x if isinstance(x, fx.Node) and _argument_below(below) is x else None
+
+
+def sigmoid_argument(node: fx.Node) -> fx.Node | None:
+    """x where `node` is 1 / (1 + exp(-x)), or that times 1, as Inductor of torch 2.11 and older spells the sigmoid in
+    silu's derivative."""
+    if node.target is aten.mul.Tensor and len(node.args) == 2 and node.args[1] == 1:
+        inner = node.args[0]
+        return sigmoid_argument(inner) if isinstance(inner, fx.Node) else None
+    if node.target is aten.reciprocal.default:
+        return _argument_below(node.args[0])
+    if node.target is aten.div.Tensor and node.args[0] == 1:
+        return _argument_below(node.args[1])
+    return None
+
+
+def _argument_below(node: Any) -> fx.Node | None:
+    """x where `node` is 1 + exp(-x), or exp(-x) + 1."""
+    if not isinstance(node, fx.Node) or node.target is not aten.add.Tensor or node.kwargs or 1 not in node.args:
         return None
-    exp = below.args[0]
-    if not isinstance(exp, fx.Node) or exp.target is not aten.exp.default:
+    exp = next((a for a in node.args if isinstance(a, fx.Node)), None)
+    if exp is None or exp.target is not aten.exp.default:
         return None
     neg = exp.args[0]
-    matches = isinstance(neg, fx.Node) and neg.target is aten.neg.default and neg.args[0] is x
-    return x if matches and isinstance(x, fx.Node) else None
+    if not isinstance(neg, fx.Node) or neg.target is not aten.neg.default:
+        return None
+    x = neg.args[0]
+    return x if isinstance(x, fx.Node) else None
