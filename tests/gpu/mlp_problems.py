@@ -16,7 +16,7 @@ import torch
 from opfuse.graph_ops import GluLayout
 from opfuse.graph_ops.planner import make_plan
 from opfuse.graph_ops.torch import grouped_mlp
-from opfuse.graph_ops.torch.graphs import Backward, Forward
+from opfuse.graph_ops.torch.graphs import Key
 from opfuse.graph_ops.torch.mlp import activation_parameters
 from opfuse.kernels.arch import ARCHES
 from opfuse.kernels.hopper.grouped_dglu import kernel_cache
@@ -102,12 +102,12 @@ UNDISTURBED = ("swiglu, concatenated", "swiglu, interleaved(32)", "rows of no ex
 _OPS: Any = importlib.import_module("opfuse.graph_ops.torch.ops")
 
 
-def keys_of(problem: Problem, learns: Sequence[str] = ("x", "w1", "w2", "prob")) -> list[Forward | Backward]:
+def keys_of(problem: Problem, learns: Sequence[str] = ("x", "w1", "w2", "prob")) -> list[Key]:
     """The graphs that a step of `problem` runs, and its forward without gradients, found by running them on the CPU."""
-    seen: list[Forward | Backward] = []
+    seen: list[Key] = []
     held = _OPS.graph_of
 
-    def recording(key: Forward | Backward) -> Any:
+    def recording(key: Key) -> Any:
         seen.append(replace(key, config=replace(key.config, device=torch.device("cuda", 0))))
         return held(key)
 
@@ -124,7 +124,7 @@ def keys_of(problem: Problem, learns: Sequence[str] = ("x", "w1", "w2", "prob"))
     return seen
 
 
-def kernels_of(keys: Iterable[Forward | Backward]) -> list[Any]:
+def kernels_of(keys: Iterable[Key]) -> list[Any]:
     """The configurations of the kernels that these graphs launch on Hopper, each once."""
     entries = {entry.id: entry for entry in KERNELS}
     found: dict[Any, None] = {}
@@ -140,6 +140,7 @@ MODULE = Problem((64, 32, 64, 32), multiple_of=32)
 """What tests of GroupedMLP run, at whatever sizes: a small expert MLP's kernel is the same for all of them."""
 
 LARGE = Problem((1024, 3072, 0, 4096), H=512, I=1024)
+WIDE = Problem((1024, 1024, 0, 2048), H=2048, I=512)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -151,7 +152,7 @@ def mlp_kernels() -> None:
 
     keys = [key for problem in (*PROBLEMS.values(), MODULE) for key in keys_of(problem)]
     for save in ("activation", "preactivation", "inputs"):
-        keys += keys_of(replace(LARGE, counts=(8, 0, 8, 8), save=save))
+        keys += [key for large in (LARGE, WIDE) for key in keys_of(replace(large, counts=(8, 0, 8, 8), save=save))]
     for learns in (("x",), ("w1",), ("w2",), ("prob",), ("x", "w2"), ("x", "w1", "w2")):
         keys += keys_of(USUAL, learns)
     keys += [

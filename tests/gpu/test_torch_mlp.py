@@ -226,13 +226,16 @@ def test_c107_ops_pass_opcheck(name: str) -> None:
     tensors, choices = arguments_of(PROBLEMS[name])
     opcheck = torch.library.opcheck
     opcheck(torch.ops.opfuse.grouped_mlp.default, (*tensors, *choices, ""))
-    opcheck(torch.ops.opfuse.grouped_mlp_forward.default, (*tensors, *choices, True))
-    x, offsets, w1, w2, prob = without_grad(tensors)
-    _, h, act = torch.ops.opfuse.grouped_mlp_forward(x, offsets, w1, w2, prob, *choices, True)
+    ours, (x, offsets, w1, w2, prob) = torch.ops.opfuse, tensors
+    opcheck(ours.grouped_mlp_fc1.default, (x, offsets, w1, prob, *choices))
+    x, offsets, w1, fixed, fixed_prob = without_grad(tensors)
+    h, act = ours.grouped_mlp_fc1(x, offsets, w1, fixed_prob, *choices)
+    opcheck(ours.grouped_mlp_fc2.default, (h.clone().requires_grad_(), act, offsets, w2, prob, *choices, True))
     for saved in (act, None):
-        opcheck(torch.ops.opfuse.grouped_mlp_backward.default,
-                (torch.randn_like(x), offsets, w1, w2, prob, x, h, saved, *choices,
-                 True, True, True, prob is not None))  # fmt: skip
+        opcheck(ours.grouped_mlp_fc2_backward.default,
+                (torch.randn_like(x), offsets, fixed, fixed_prob, h, saved, *choices, True, True, prob is not None)
+                )  # fmt: skip
+    opcheck(ours.grouped_mlp_fc1_backward.default, (torch.randn_like(h), offsets, w1, x, *choices[3:], True, True))
 
 
 @pytest.mark.parametrize("name", OPCHECKED_MXFP8)
