@@ -15,8 +15,8 @@ from ...graph_ops.ir.dims import evaluate
 from ..addresses import AddressArrays
 from ..cache import CacheKey, KernelCache, source_digest
 from ..problem import Problem
+from ..sm90 import compiling, launching
 from ..sm90 import config as sm90_config
-from ..sm90 import host
 from ..sm90.arguments import Argument, Words, words_of
 from ..streams import current_stream
 from . import support
@@ -50,9 +50,9 @@ def cached(kernel: str, config: Any, compile_config: Callable[[Any], Any], cache
     key = CacheKey(kernel, "sm90a", sources, versions, config.as_dict())
 
     def compile_to(path: Path) -> None:
-        path.write_bytes(host.export_object(compile_config(config)))
+        path.write_bytes(compiling.export_object(compile_config(config)))
 
-    return cache.get(key, compile_to, lambda path: host.load_object(path.read_bytes()))
+    return cache.get(key, compile_to, lambda path: compiling.load_object(path.read_bytes()))
 
 
 class Launched:
@@ -158,4 +158,4 @@ class Launched:
                 opened[argument.name] = argument.opened(spec.shape(bindings), stride)
             else:
                 opened[argument.name] = ()
-        return words_of(self._arguments, sizes, host.clusters(self.config, self._device), opened)
+        return words_of(self._arguments, sizes, launching.clusters(self.config.schedule, self._device), opened)

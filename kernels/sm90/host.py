@@ -1,32 +1,22 @@
-"""Host side: compile a configuration once, launch it on torch's current stream."""
+"""Host side of the backward kernel: compile a configuration once, launch it on torch's current stream."""
 
 from __future__ import annotations
 
 import functools
-import os
-import re
-import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..streams import on_device
-from .arguments import dglu_arguments, refusal, words_of
+from . import launching
+from .arguments import dglu_arguments
+from .compiling import Functions, compile_legal
 from .config import DgluConfig, illegal, padded_bytes, scratch_tensors
 
 if TYPE_CHECKING:
     import torch
 
-ENTRY = "opfuse_sm90_dglu"  # symbol of an exported object
+KERNEL = "grouped GEMM + dGLU"
 OUTPUTS = ("d", "dprob", "activation", "dbias", "amax", "q_row", "sf_row", "q_col", "sf_col")
 """Outputs: zero where there is no row."""
-_lock = threading.Lock()
-_functions: dict[DgluConfig, Callable] = {}
-
-
-class UnsupportedConfig(ValueError):
-    """A configuration that `config.illegal` declines, with every reason, or the compiler, with what it said."""
 
 
 def workspace_bytes(config: DgluConfig, L: int, M: int, N: int) -> int:
@@ -56,71 +46,25 @@ def compile_dglu(config: DgluConfig) -> Callable:
 
     Raises UnsupportedConfig with every reason when the configuration is not legal, or where the compiler fails on it.
     """
-    reasons = illegal(config)
-    if reasons:
-        raise UnsupportedConfig("; ".join(reasons))
-    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-    from cutlass.base_dsl.common import DSLBaseError
-
-    from .entry import compile_entry
-
-    try:
-        return compile_entry(config)
-    except DSLBaseError as error:
-        plain = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
-        raise UnsupportedConfig(f"the compiler fails: {plain}") from error
+    return compile_legal(config, illegal(config), "entry")
 
 
-def export_object(function: Any) -> bytes:
-    """A compiled function as the bytes of a relocatable object, for a cache on disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "dglu.o")
-        function.export_to_c(str(path), function_name=ENTRY)
-        return path.read_bytes()
-
-
-def load_object(data: bytes) -> Callable:
-    """The function of an exported object; needs the DSL's runtime library, not its compiler."""
-    import cutlass.cute as cute
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "dglu.o")
-        path.write_bytes(data)
-        return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), ENTRY)
+FUNCTIONS = Functions(compile_dglu)
 
 
 def install(config: DgluConfig, function: Callable) -> None:
     """Makes `launch` use a function that was compiled or loaded elsewhere."""
-    with _lock:
-        _functions[config] = function
+    FUNCTIONS.install(config, function)
 
 
 def function_of(config: DgluConfig) -> Callable:
     """The function of a configuration, compiled at most once in this process."""
-    function = _functions.get(config)
-    if function is None:
-        with _lock:
-            function = _functions.get(config)
-            if function is None:
-                function = _functions[config] = compile_dglu(config)
-    return function
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return FUNCTIONS.of(config)
 
 
 def has_tiles(config: DgluConfig, M: int) -> bool:
     """Whether an expert can own a row of M: column quantization has groups of whole 32-row blocks."""
     return M > 0 if config.q_col_dtype is None else M >= 32
-
-
-def clusters(config: DgluConfig, device: torch.device) -> int:
-    """Clusters of one launch: as many as the device holds at a time."""
-    return _multiprocessors(device.index) // config.schedule.cluster_size
 
 
 def prepare(config: DgluConfig, tensors: Mapping[str, torch.Tensor | None]) -> Callable[[], object]:
@@ -131,36 +75,19 @@ def prepare(config: DgluConfig, tensors: Mapping[str, torch.Tensor | None]) -> C
     shape, strides, alignment or device that the configuration has for it.
     """
     function, arguments = function_of(config), dglu_arguments(config)
-    given = {name: _as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
-    names = {argument.name for argument in arguments}
-    wrong = [f"{name} is missing" for name in sorted(names - set(given))]
-    # A workspace may be there for other configurations.
-    wrong += [f"{name} is given, and not configured" for name in sorted(set(given) - names - {"workspace"})]
-    _refuse(wrong)
-    dy, c, offsets = (given[name] for name in ("dy", "c", "offsets"))
-    ranks = {"dy": (dy, 2), "c": (c, 2), "offsets": (offsets, 1)}
-    _refuse([f"{n} has shape {tuple(t.shape)}; required is rank {r}" for n, (t, r) in ranks.items() if t.dim() != r])
-    (M, K), N, L, device = dy.shape, c.shape[1] // 2, offsets.shape[0], dy.device
+    tensors = {name: _as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+    given = launching.present(KERNEL, arguments, tensors, {"dy": 2, "c": 2, "offsets": 1})
+    dy = given["dy"]
+    (M, K), N, L, device = dy.shape, given["c"].shape[1] // 2, given["offsets"].shape[0], dy.device
     sizes = {"M": M, "K": K, "N": N, "2N": 2 * N, "L": L}
-    wrong = illegal(config, n=N, k=K)
-    wrong += [text for argument in arguments if (text := refusal(argument, given[argument.name], sizes, device))]
     needed = {"workspace": workspace_bytes(config, L, M, N)}
     needed |= {f"sf_{side}": size for side, size in scale_bytes(config, M, N).items()}
-    for name in needed.keys() & names:
-        if given[name].numel() < needed[name]:
-            wrong.append(f"{name} has {given[name].numel()} bytes; required are {needed[name]}")
-    _refuse(wrong)
+    wrong = illegal(config, n=N, k=K) + launching.misfits(arguments, given, sizes, needed, device)
+    launching.refuse(KERNEL, wrong)
     if not has_tiles(config, M):
         outputs = {name: given[name] for name in OUTPUTS if name in given}
         return functools.partial(_zero, [output[: needed.get(name)] for name, output in outputs.items()])
-    opened = {a.name: a.opened(given[a.name].shape, given[a.name].stride()) for a in arguments}
-    words = words_of(arguments, sizes, clusters(config, device), opened).at(given)
-    return on_device(functools.partial(function, *words), device)
-
-
-def _refuse(wrong: Sequence[str]) -> None:
-    if wrong:
-        raise ValueError("launch of the sm90 grouped GEMM + dGLU: " + "; ".join(wrong))
+    return launching.bound(function, arguments, given, sizes, config.schedule, device)
 
 
 def _zero(outputs: Sequence[torch.Tensor]) -> None:

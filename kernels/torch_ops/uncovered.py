@@ -85,18 +85,18 @@ def _loaded(by_expert: bool) -> Callable[..., Any] | None:
 
 
 def _compile_to(by_expert: bool, path: Path) -> None:
-    from ..sm90 import host
+    from ..sm90 import compiling
 
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
     from ..sm90.uncovered import compile_uncovered
 
-    path.write_bytes(host.export_object(compile_uncovered(by_expert)))
+    path.write_bytes(compiling.export_object(compile_uncovered(by_expert)))
 
 
 def _load_from(path: Path) -> Callable[..., Any]:
-    from ..sm90 import host
+    from ..sm90 import compiling
 
-    return host.load_object(path.read_bytes())
+    return compiling.load_object(path.read_bytes())
 
 
 __all__ = ["device_capability", "prepare", "zero_empty_experts", "zero_rows"]

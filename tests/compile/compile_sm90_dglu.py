@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from opfuse.kernels.sm90 import host
+from opfuse.kernels.sm90 import compiling, host
 from opfuse.kernels.sm90.config import Activation, DgluConfig, Schedule
 
 
@@ -22,8 +22,8 @@ def parsed(fields: Mapping[str, Any]) -> DgluConfig:
 
 def compiled(config: DgluConfig) -> dict[str, Any]:
     try:
-        return {"bytes": len(host.export_object(host.compile_dglu(config)))}
-    except host.UnsupportedConfig as error:
+        return {"bytes": len(compiling.export_object(host.compile_dglu(config)))}
+    except compiling.UnsupportedConfig as error:
         return {"refused": str(error)}
 
 

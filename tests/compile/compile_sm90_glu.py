@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opfuse.kernels.sm90 import glu_host, host
+from opfuse.kernels.sm90 import compiling, glu_host
 from opfuse.kernels.sm90.config import Activation, Schedule
 from opfuse.kernels.sm90.glu_config import GluConfig
 from test_sm90_compile import disassembler, machine_code  # type: ignore[import-not-found]
@@ -30,8 +30,8 @@ def parsed(fields: Mapping[str, Any]) -> GluConfig:
 
 def compiled(config: GluConfig) -> dict[str, Any]:
     try:
-        out: dict[str, Any] = {"bytes": len(host.export_object(glu_host.compile_glu(config)))}
-    except host.UnsupportedConfig as error:
+        out: dict[str, Any] = {"bytes": len(compiling.export_object(glu_host.compile_glu(config)))}
+    except compiling.UnsupportedConfig as error:
         return {"refused": str(error)}
     folder = Path(os.environ["CUTE_DSL_DUMP_DIR"])
     if disassembler():

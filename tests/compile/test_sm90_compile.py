@@ -105,11 +105,11 @@ def machine_code(folder: Path) -> str:
 
 
 def main(names: list[str]) -> None:
-    from opfuse.kernels.sm90 import host
+    from opfuse.kernels.sm90 import compiling, host
 
     folder = Path(os.environ["CUTE_DSL_DUMP_DIR"])
     for name in names:
-        size = len(host.export_object(host.compile_dglu(configuration(name))))
+        size = len(compiling.export_object(host.compile_dglu(configuration(name))))
         counts = {"object": size}
         if disassembler():
             code = machine_code(folder)

@@ -83,9 +83,9 @@ def test_every_reason_is_given():
 
 def test_an_illegal_configuration_is_not_compiled():
     """Declined with every reason, before the DSL is imported."""
-    from opfuse.kernels.sm90 import host
+    from opfuse.kernels.sm90 import compiling, host
 
-    with pytest.raises(host.UnsupportedConfig, match=r"ab_dtype is 'fp32'.*cluster 2x2"):
+    with pytest.raises(compiling.UnsupportedConfig, match=r"ab_dtype is 'fp32'.*cluster 2x2"):
         host.compile_dglu(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
 
 
@@ -139,11 +139,11 @@ def test_a_configuration_is_its_own_key():
 def test_what_the_compiler_fails_on_is_an_unsupported_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that does not compile is then one that policy ALL leaves out."""
     common = pytest.importorskip("cutlass.base_dsl.common", reason="needs nvidia-cutlass-dsl")
-    from opfuse.kernels.sm90 import entry, host
+    from opfuse.kernels.sm90 import compiling, entry, host
 
     def fails(config: DgluConfig) -> None:
         raise common.DSLRuntimeError("too many registers")
 
     monkeypatch.setattr(entry, "compile_entry", fails)
-    with pytest.raises(host.UnsupportedConfig, match=r"the compiler fails.*too many registers"):
+    with pytest.raises(compiling.UnsupportedConfig, match=r"the compiler fails.*too many registers"):
         host.compile_dglu(DgluConfig())

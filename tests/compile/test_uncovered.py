@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 PROGRAM = """
-from opfuse.kernels.sm90.host import export_object
+from opfuse.kernels.sm90.compiling import export_object
 from opfuse.kernels.sm90.uncovered import compile_uncovered
 print(*(len(export_object(compile_uncovered(by_expert))) for by_expert in (False, True)))
 """

@@ -183,20 +183,22 @@ def emulation() -> ModuleType:
 @pytest.fixture
 def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Runs the adapter and host.launch as they are over emulated functions; gives those that were "compiled"."""
-    from opfuse.kernels.hopper import grouped_dglu
-    from opfuse.kernels.sm90 import host
+    from opfuse.kernels.hopper import grouped_dglu, grouped_glu
+    from opfuse.kernels.sm90 import compiling, glu_host, host, launching
 
     made: list[Any] = []
 
     def compiled(config: Any, cache: Any) -> Any:
         known = next((f for f in made if f.config == config), None)
         if known is None:
-            made.append(known := emulation.Emulated(config))
+            made.append(known := emulation.emulated(config))
         return known
 
-    monkeypatch.setattr(grouped_dglu, "compiled", compiled)
-    monkeypatch.setattr(host, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(host, "_functions", {})
-    monkeypatch.setattr(host, "compile_dglu", lambda config: pytest.fail(f"compiled {config}"))
+    for adapter in (grouped_dglu, grouped_glu):
+        monkeypatch.setattr(adapter, "compiled", compiled)
+    for of_kernel in (host, glu_host):
+        functions = compiling.Functions(lambda config: pytest.fail(f"compiled {config}"))
+        monkeypatch.setattr(of_kernel, "FUNCTIONS", functions)
+    monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
     emulation.EXPERTS.clear()
     yield made

@@ -1,8 +1,8 @@
-"""What the compiled Hopper dGLU function does with its arguments, in float64 on the CPU, and what it demands of them.
+"""What the compiled Hopper functions do with their arguments, in float64 on the CPU, and what they demand of them.
 
-Stands where the compiled object would: `host.launch` and the adapter run as they are. Like the kernel it finds its
-tensors by the integers of the launch, writes zeros to the rows outside every group and the atoms of their scales, and
-scribbles over its workspace.
+They stand where the compiled objects would: `host.launch` and the adapters run as they are. Like the kernels they find
+their tensors by the integers of the launch, write zeros to the rows outside every group and the atoms of their scales,
+and scribble over their workspace.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.kernels.arch import ARCHES, Arch
 from opfuse.kernels.reference.quantize import quantize_blocks
 from opfuse.kernels.registry import KERNELS
-from opfuse.kernels.sm90 import host
+from opfuse.kernels.sm90 import glu_host, host
 from opfuse.kernels.sm90.arguments import SIZES, TORCH_NAMES, Argument, dglu_arguments
-from opfuse.kernels.sm90.config import DgluConfig, scratch_tensors
+from opfuse.kernels.sm90.config import scratch_tensors
 from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
+from opfuse.kernels.sm90.glu_arguments import glu_arguments
+from opfuse.kernels.sm90.glu_config import GluConfig
+from opfuse.kernels.sm90.glu_math import glu
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CODES = {"e4m3": DataType.FP8_E4M3, "e5m2": DataType.FP8_E5M2}
@@ -54,11 +57,65 @@ def tensor_at(argument: Argument, sizes: dict[str, int], words: Iterator[int]) -
     return memory.view(dtype).as_strided(shape, strides)
 
 
-class Emulated:
-    """The function of one configuration."""
+class EmulatedFunction:
+    """The function of one configuration of either kernel."""
 
-    def __init__(self, config: DgluConfig) -> None:
+    arguments_of: Any
+
+    def __init__(self, config: Any) -> None:
         self.config, self.calls = config, 0
+
+    def tensors(self, words: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The tensors of a call by name."""
+        count = len(SIZES)
+        sizes, rest = dict(zip(SIZES, words)), iter(words[count + 1 : -1])
+        given = {argument.name: tensor_at(argument, sizes, rest) for argument in self.arguments_of(self.config)}
+        assert next(rest, None) is None and sizes["2N"] == 2 * sizes["N"], words
+        assert words[count] == 132 // self.config.schedule.cluster_size
+        return given
+
+    @staticmethod
+    def _groups(offsets: torch.Tensor) -> Iterator[tuple[int, int]]:
+        start = 0
+        for end in offsets.tolist():
+            yield start, end
+            start = end
+
+    @staticmethod
+    def _demand(name: str, held: Any, shape: tuple[int | None, ...], dtype: str | None, pitch: int = 1) -> None:
+        """What the compiled function checks of a tensor: presence, type, shape, contiguous rows, alignment."""
+        assert (held is None) is (dtype is None), f"{name} given {held is not None}, configured {dtype}"
+        if held is None or dtype is None:
+            return
+        assert held.dtype is TORCH[dtype] and held.dim() == len(shape), (name, held.dtype, held.shape)
+        assert all(w is None or s == w for s, w in zip(held.shape, shape)), (name, held.shape, shape)
+        assert held.stride(-1) == 1 or held.numel() <= 1, (name, held.stride())
+        if len(shape) == 2:
+            assert held.stride(0) % pitch == 0, (name, held.stride())
+        assert held.data_ptr() % (16 if pitch > 1 else 4) == 0, name
+
+    def _weights(self, b: Any, experts: int, k: int, n: int) -> list[torch.Tensor]:
+        if self.config.discrete_b:
+            assert b.dtype is torch.int64 and b.shape == (experts,) and b.is_contiguous()
+            return [EXPERTS[address] for address in b.tolist()]
+        assert b.shape == (experts, k, n) and b.dtype is TORCH[self.config.ab_dtype] and b.data_ptr() % 16 == 0
+        contiguous, other = (1, 2) if self.config.b_major == "k" else (2, 1)
+        assert b.stride(contiguous) == 1 and b.stride(other) % 8 == 0 and b.stride(0) % 8 == 0, b.stride()
+        return list(b)
+
+    def _demand_workspace(self, workspace: Any, needed: int, there: bool) -> None:
+        if not there:
+            assert workspace is None
+            return
+        assert workspace.dtype is torch.uint8 and workspace.dim() == 1 and workspace.numel() >= needed
+        assert workspace.data_ptr() % 64 == 0  # all that memory of a CPU has; 256 on a GPU
+        workspace.fill_(0xFF)
+
+
+class Emulated(EmulatedFunction):
+    """The backward kernel's."""
+
+    arguments_of = staticmethod(dglu_arguments)
 
     def __call__(self, *words: int) -> None:
         given = self.tensors(words)
@@ -66,15 +123,6 @@ class Emulated:
                  "sf_col", "workspace")  # fmt: skip
         dy, b, offsets, c = (given[name] for name in ("dy", "b", "offsets", "c"))
         self._run(dy, b, offsets, c, *map(given.get, names))
-
-    def tensors(self, words: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The tensors of a call by name."""
-        count = len(SIZES)
-        sizes, rest = dict(zip(SIZES, words)), iter(words[count + 1 : -1])
-        given = {argument.name: tensor_at(argument, sizes, rest) for argument in dglu_arguments(self.config)}
-        assert next(rest, None) is None and sizes["2N"] == 2 * sizes["N"], words
-        assert words[count] == 132 // self.config.schedule.cluster_size
-        return given
 
     def _run(
         self, dy: Any, b: Any, offsets: Any, c: Any, d: Any, prob: Any, alpha: Any, beta: Any, activation: Any,
@@ -96,7 +144,8 @@ class Emulated:
             self._demand(name, held, (rows,), "fp32" if wanted else None)
         assert offsets.dtype is torch.int32 and offsets.is_contiguous()
         weights = self._weights(b, experts, dy.shape[1], n)
-        self._demand_workspace(workspace, experts, m, n)
+        needed = host.workspace_bytes(f, experts, m, n)
+        self._demand_workspace(workspace, needed, bool(scratch_tensors(f, 1, 1, 1)))
         for side, codes, scales in (("row", q_row, sf_row), ("col", q_col, sf_col)):
             self._demand_codes(side, codes, scales, m, n)
 
@@ -129,44 +178,6 @@ class Emulated:
         if workspace is not None:
             workspace.fill_(0xFF)
 
-    @staticmethod
-    def _groups(offsets: torch.Tensor) -> Iterator[tuple[int, int]]:
-        start = 0
-        for end in offsets.tolist():
-            yield start, end
-            start = end
-
-    @staticmethod
-    def _demand(name: str, held: Any, shape: tuple[int | None, ...], dtype: str | None, pitch: int = 1) -> None:
-        """What the compiled function checks of a tensor: presence, type, shape, contiguous rows, alignment."""
-        assert (held is None) is (dtype is None), f"{name} given {held is not None}, configured {dtype}"
-        if held is None or dtype is None:
-            return
-        assert held.dtype is TORCH[dtype] and held.dim() == len(shape), (name, held.dtype, held.shape)
-        assert all(w is None or s == w for s, w in zip(held.shape, shape)), (name, held.shape, shape)
-        assert held.stride(-1) == 1 or held.numel() <= 1, (name, held.stride())
-        if len(shape) == 2:
-            assert held.stride(0) % pitch == 0, (name, held.stride())
-        assert held.data_ptr() % (16 if pitch > 1 else 4) == 0, name
-
-    def _weights(self, b: Any, experts: int, k: int, n: int) -> list[torch.Tensor]:
-        if self.config.discrete_b:
-            assert b.dtype is torch.int64 and b.shape == (experts,) and b.is_contiguous()
-            return [EXPERTS[address] for address in b.tolist()]
-        assert b.shape == (experts, k, n) and b.dtype is TORCH[self.config.ab_dtype] and b.data_ptr() % 16 == 0
-        contiguous, other = (1, 2) if self.config.b_major == "k" else (2, 1)
-        assert b.stride(contiguous) == 1 and b.stride(other) % 8 == 0 and b.stride(0) % 8 == 0, b.stride()
-        return list(b)
-
-    def _demand_workspace(self, workspace: Any, experts: int, m: int, n: int) -> None:
-        needed = host.workspace_bytes(self.config, experts, m, n)
-        if not scratch_tensors(self.config, 1, 1, 1):
-            assert workspace is None
-            return
-        assert workspace.dtype is torch.uint8 and workspace.dim() == 1 and workspace.numel() >= needed
-        assert workspace.data_ptr() % 64 == 0  # all that memory of a CPU has; 256 on a GPU
-        workspace.fill_(0xFF)
-
     def _demand_codes(self, side: str, codes: Any, scales: Any, m: int, n: int) -> None:
         wanted = self.config.q_row_dtype if side == "row" else self.config.q_col_dtype
         assert (codes is None) is (scales is None) is (wanted is None)
@@ -195,6 +206,47 @@ class Emulated:
             matrix = scales.view(-1, columns // 32) if side == "row" else scales.view(-1, columns)
             real = factors if side == "row" else factors.T
             matrix[: real.shape[0]] = real
+
+
+class EmulatedGlu(EmulatedFunction):
+    """The forward kernel's."""
+
+    arguments_of = staticmethod(glu_arguments)
+
+    def __call__(self, *words: int) -> None:
+        f, self.calls = self.config, self.calls + 1
+        given = self.tensors(words)
+        x, b, offsets, d = (given[name] for name in ("x", "b", "offsets", "d"))
+        h, prob, alpha, bias = map(given.get, ("h", "prob", "alpha", "bias"))
+        (m, n), experts = d.shape, offsets.shape[0]
+        self._demand("x", x, (m, None), f.ab_dtype, pitch=8)
+        self._demand("h", h, (m, 2 * n), f.h_dtype, pitch=8)
+        self._demand("d", d, (m, n), f.d_dtype, pitch=8)
+        self._demand("bias", bias, (experts, 2 * n), f.bias_dtype, pitch=8)
+        self._demand("prob", prob, (m,), "fp32" if f.has_prob else None)
+        self._demand("alpha", alpha, (experts,), "fp32" if f.has_alpha else None)
+        assert offsets.dtype is torch.int32 and offsets.is_contiguous()
+        weights = self._weights(b, experts, x.shape[1], 2 * n)
+        self._demand_workspace(given.get("workspace"), glu_host.workspace_bytes(f, experts), f.discrete_b)
+        gate_at = gate_columns(f.glu_layout, n)
+        up_at = gate_at + {"concatenated": n, "interleaved32": 32, "interleaved1": 1}[f.glu_layout]
+        for output in (h, d):
+            if output is not None:
+                output[int(offsets[-1]) :] = 0
+        for g, (start, end) in enumerate(self._groups(offsets)):
+            product = x[start:end].double() @ weights[g].double()
+            product = product * (float(alpha[g]) ** f.alpha_exponent if alpha is not None else 1.0)
+            product = product + bias[g].double() if bias is not None else product
+            read = product.to(TORCH[f.product_dtype]).double() if f.product_dtype else product
+            if h is not None:
+                h[start:end] = (read if f.product_dtype else product).to(h.dtype)
+            y = torch.from_numpy(np.asarray(glu(read[:, gate_at].numpy(), read[:, up_at].numpy(), f.act, NumpyMath())))
+            d[start:end] = (y if prob is None else y * prob[start:end].double()[:, None]).to(d.dtype)
+
+
+def emulated(config: Any) -> EmulatedFunction:
+    """The function of a configuration of either kernel."""
+    return EmulatedGlu(config) if isinstance(config, GluConfig) else Emulated(config)
 
 
 class EmulatedGraph(Graph):

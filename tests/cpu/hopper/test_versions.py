@@ -11,7 +11,7 @@ import pytest
 from opfuse.graph_ops import environment
 from opfuse.kernels.cache import KernelCache
 from opfuse.kernels.hopper import grouped_dglu, support
-from opfuse.kernels.sm90 import host
+from opfuse.kernels.sm90 import compiling, host
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return metadata.version("nvidia-cutlass-dsl")
 
     monkeypatch.setattr(host, "compile_dglu", compile_dglu)
-    monkeypatch.setattr(host, "export_object", str.encode)
-    monkeypatch.setattr(host, "load_object", bytes.decode)
+    monkeypatch.setattr(compiling, "export_object", str.encode)
+    monkeypatch.setattr(compiling, "load_object", bytes.decode)
     grouped_dglu._origin.cache_clear()
     yield made
     grouped_dglu._origin.cache_clear()
