@@ -358,7 +358,7 @@ class Binder:
             else:
                 declared = spec.stride[1:] if spec.discrete else spec.stride
                 for stride, seen in zip(declared, t.stride(), strict=True):
-                    if any(s.name not in bindings for s in symbols((stride,))):
+                    if stride.__class__ is not int and any(s.name not in bindings for s in symbols((stride,))):
                         bind(stride, seen, bindings, f"stride {t.stride()} of {spec.name}")
                 wanted = storage_stride(spec, bindings)[1:] if spec.discrete else storage_stride(spec, bindings)
             if t.numel() and any(d > 1 and s != w for d, s, w in zip(t.shape, t.stride(), wanted, strict=True)):
