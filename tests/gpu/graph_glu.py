@@ -1,0 +1,220 @@
+"""Graphs of the grouped GEMM + GLU with every option, their data and oracle, and what is wrong with a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import graph_dglu as shared  # type: ignore[import-not-found]
+import torch
+from opfuse.graph_ops import DataType, GluLayout, Graph
+from opfuse.graph_ops.buffers import torch_dtype
+from opfuse.kernels.reference import evaluate_graph
+
+KERNEL = "sm90.grouped_gemm_glu"
+BF16, F16, F32 = DataType.BFLOAT16, DataType.HALF, DataType.FLOAT
+# Of the elements of an output, those that may differ from the unfused plan's: where the product rounds the other way,
+# or an approximate exp tips the activation. One that reads the product in another type differs in 30 %.
+DIFFERING = 0.05
+
+
+@dataclass(frozen=True)
+class GluCase:
+    """One problem: what the graph declares, and the rows that experts get.
+
+    `product` is where the product rounds before the activation reads it; c, if written, is that value, or a copy of a
+    FLOAT one. N columns of the activation.
+    """
+
+    given: tuple[str, ...] = ("prob",)  # of alpha, bias, prob
+    outputs: tuple[str, ...] = ("c", "d")
+    act: str = "swiglu"
+    parameters: dict[str, float] = field(default_factory=dict)
+    layout: GluLayout = field(default_factory=lambda: GluLayout.interleaved(32))
+    ab: DataType = BF16
+    product: DataType = BF16
+    c: DataType = BF16
+    d: DataType = BF16
+    bias: DataType = BF16
+    major: str = "k"
+    discrete: str = ""  # "list" of experts, or their "addresses"
+    exponent: int = 1
+    K: int = 256
+    N: int = 384
+    sizes: tuple[int, ...] = (256, 0, 1, 300, 0, 77)
+    tail: int = 70
+
+    @property
+    def splits(self) -> tuple[tuple[int, ...], int]:
+        """(rows by expert, rows past the last group)."""
+        return self.sizes, self.tail
+
+
+CONCATENATED, BY_ONE = GluLayout.concatenated(), GluLayout.interleaved(1)
+WIDE = {"clamp_min": -0.5, "clamp_max": 1.5, "geglu_alpha": 1.0, "linear_offset": 0.25}
+CASES: dict[str, GluCase] = {
+    "prob": GluCase(),
+    "plain": GluCase(given=()),
+    "activation alone, rounded product": GluCase(outputs=("d",)),
+    "activation alone, FLOAT product": GluCase(outputs=("d",), product=F32),
+    "c a copy of a FLOAT product": GluCase(product=F32),
+    "concatenated": GluCase(layout=CONCATENATED),
+    "interleaved by 1": GluCase(layout=BY_ONE),
+    "n-major": GluCase(major="n"),
+    "concatenated, n-major": GluCase(layout=CONCATENATED, major="n"),
+    "discrete list": GluCase(discrete="list", layout=CONCATENATED),
+    "discrete addresses, n-major": GluCase(discrete="addresses", major="n"),
+    "alpha": GluCase(given=("alpha", "prob")),
+    "alpha squared": GluCase(given=("alpha", "prob"), exponent=2),
+    "bias": GluCase(given=("alpha", "bias", "prob")),
+    "FLOAT bias, concatenated": GluCase(given=("bias",), bias=F32, layout=CONCATENATED),
+    "HALF bias, interleaved by 1": GluCase(given=("bias", "prob"), bias=F16, layout=BY_ONE),
+    "geglu": GluCase(act="geglu"),
+    "geglu, every parameter": GluCase(act="geglu", parameters=WIDE),
+    "situglu": GluCase(act="situglu", parameters={"situ_beta1": 1.25, "situ_beta2": 2.0}),
+    "fp16": GluCase(ab=F16, product=F16, c=F16, d=F16),
+    "HALF c and d of bf16 operands": GluCase(product=F16, c=F16, d=F16),
+    "the last group is empty": GluCase(sizes=(512, 256, 0), tail=0),
+    "all rows in one expert": GluCase(sizes=(0, 0, 700, 0), tail=0),
+    "one row each": GluCase(sizes=(1, 1, 1), tail=5),
+    "2N == K, k-major": GluCase(K=256, N=128),
+    "2N == K, n-major": GluCase(K=256, N=128, major="n"),
+    "depth and columns that no tile divides": GluCase(K=328, N=416),
+}  # fmt: skip
+
+
+def declare(graph: Graph, case: GluCase) -> dict[str, Any]:
+    """Declares the case; its tensors by role."""
+    m, experts, K, wide = graph.symbol("M"), len(case.sizes), case.K, 2 * case.N
+    stride = (K * wide, 1, K) if case.major == "k" else (K * wide, wide, 1)
+    t: dict[str, Any] = {
+        "a": graph.tensor("a", (m, K), data_type=case.ab),
+        "b": graph.tensor("b", (experts, K, wide), stride, data_type=case.ab, discrete=bool(case.discrete),
+                          glu_layout=case.layout),
+        "offsets": graph.tensor("offsets", (experts,), data_type=DataType.INT32),
+    }  # fmt: skip
+    if "alpha" in case.given:
+        t["alpha"] = graph.tensor("alpha", (experts,), data_type=F32)
+    if "bias" in case.given:
+        t["bias"] = graph.tensor("bias", (experts, wide), data_type=case.bias, glu_layout=case.layout)
+    if "prob" in case.given:
+        t["prob"] = graph.tensor("prob", (m,), data_type=F32)
+    exponent = {"alpha": t["alpha"], "alpha_exponent": case.exponent} if "alpha" in t else {}
+    product = graph.grouped_matmul(t["a"], t["b"], t["offsets"], bias=t.get("bias"), name="fc1", **exponent)
+    product.set_data_type(case.product)
+    if "c" in case.outputs:
+        t["c"] = graph.identity(product, name="round") if case.product is F32 else product
+        t["c"].set_data_type(case.c)
+    t["d"] = graph.glu(product, act=case.act, prob=t.get("prob"), name="glu", **case.parameters)
+    t["d"].set_data_type(case.d)
+    for role in case.outputs:
+        t[role].set_name(role).set_output(True)
+    return t
+
+
+def operands(case: GluCase, seed: int) -> dict[str, Any]:
+    """Products of scale 2, NaN in rows past the last group; factors that show when they are left out or applied
+    twice."""
+    sizes, tail = case.splits
+    experts, rows, wide = len(sizes), sum(sizes) + tail, 2 * case.N
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int, dtype: DataType, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=g) * scale).to(torch_dtype(dtype)).to(shared.DEVICE)
+
+    def pick(count: int, values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (count,), generator=g)].to(shared.DEVICE)
+
+    stored = (experts, wide, case.K) if case.major == "k" else (experts, case.K, wide)
+    b = randn(*stored, dtype=case.ab, scale=2 * case.K**-0.5)
+    made: dict[str, Any] = {
+        "a": randn(rows, case.K, dtype=case.ab),
+        "b": b.transpose(1, 2) if case.major == "k" else b,
+        "offsets": torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32).to(shared.DEVICE),
+    }
+    if "alpha" in case.given:
+        made["alpha"] = pick(experts, shared.FACTORS)
+    if "bias" in case.given:
+        made["bias"] = randn(experts, wide, dtype=case.bias)
+    if "prob" in case.given:
+        made["prob"] = pick(rows, (*shared.FACTORS, 0.0))
+    for role in {"a", "prob"} & set(made) if tail else ():
+        made[role][-tail:] = float("nan")
+    return made
+
+
+def poisoned(case: GluCase, rows: int) -> dict[str, torch.Tensor]:
+    """Output buffers of bytes 0xFF."""
+    shapes = {"c": ((rows, 2 * case.N), case.c), "d": ((rows, case.N), case.d)}
+    made = {}
+    for name in case.outputs:
+        shape, data_type = shapes[name]
+        made[name] = torch.empty(shape, dtype=torch_dtype(data_type), device=shared.DEVICE)
+        made[name].view(torch.uint8).fill_(shared.POISON)
+    return made
+
+
+def oracle(case: GluCase, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """c and d by role, of float64 sums, rounded where the graph rounds but for the activation."""
+    graph = shared.new_graph(io_data_type=BF16)
+    tensors = declare(graph, replace(case, d=F32))
+    op_graph = graph.operation_graph()
+    values = {tensors[role].uid: value.cpu() for role, value in inputs.items()}
+    if op_graph.tensors[tensors["b"].uid].discrete:
+        values[tensors["b"].uid] = list(values[tensors["b"].uid])
+    found = evaluate_graph(op_graph, values)
+    return {role: found[tensors[role].uid] for role in case.outputs}
+
+
+def build(case: GluCase, **options: Any) -> Graph:
+    """A graph of the case, planned unless `fused=False` is among the options."""
+    graph = shared.new_graph(name="glu", io_data_type=BF16, **options)
+    declare(graph, case)
+    graph.build()
+    if options.get("fused", True):
+        assert [s.kernel for s in graph.plan.steps] == [KERNEL], f"{case}\n{graph.explain()}"
+    return graph
+
+
+def check(case: GluCase, seed: int) -> None:
+    """Planned against unfused and float64, called and executed; raises AssertionError with all that is wrong."""
+    planned, apart = build(case), build(case, fused=False)
+    inputs = operands(case, seed)
+    passed, rows, total = shared.as_passed(case, inputs), inputs["a"].shape[0], sum(case.sizes)
+    want = oracle(case, inputs)
+    unfused = dict(apart({**inputs, "b": shared.separate(inputs["b"])} if case.discrete else inputs))
+    got = poisoned(case, rows)
+    shared.run(planned, passed, got)
+    called = dict(planned(shared.pack_of(passed)))
+    bad = []
+    for name, value in got.items():
+        error = shared.relative(value[:total], want[name][:total])
+        if not error <= shared.LIMITS[value.dtype]:
+            bad.append(f"{name}: error {error:.2e}, limit {shared.LIMITS[value.dtype]:.0e}")
+        if not shared.cosine(value[:total], want[name][:total]) > 0.999:
+            bad.append(f"{name}: cosine {shared.cosine(value[:total], want[name][:total]):.6f}")
+        differing = float((value[:total] != unfused[name][:total]).double().mean())
+        if differing > DIFFERING:
+            bad.append(f"{name}: {differing:.1%} of the elements are not the unfused plan's")
+        if bool(shared.as_bytes(value[total:]).any()):
+            bad.append(f"{name}: rows outside every group are not zero")
+        if not torch.equal(shared.as_bytes(called[name]), shared.as_bytes(value)):
+            bad.append(f"{name}: a call and an execute differ")
+    assert not bad, "\n  ".join([f"seed {seed}, {case}", *bad])
+
+
+def configurations(cases: Sequence[GluCase]) -> list[Any]:
+    """What the cases compile, each once."""
+    from opfuse.graph_ops.planner import make_plan
+    from opfuse.kernels.arch import ARCHES
+    from opfuse.kernels.hopper import glu_support
+
+    found: dict[Any, None] = {}
+    for case in cases:
+        graph = Graph(arch="sm90", io_data_type=BF16)
+        declare(graph, case)
+        (step,) = make_plan(graph.operation_graph(), ARCHES["sm90"]).steps
+        assert step.match is not None, case
+        found[glu_support.scheduled(step.match.problem)] = None
+    return list(found)
