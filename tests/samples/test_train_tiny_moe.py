@@ -152,6 +152,19 @@ def test_fails_when_the_loss_does_not_fall(train, monkeypatch, capsys):
     assert "the loss fell from" in capsys.readouterr().err
 
 
+def test_bfloat16_losses_are_compared_by_means_of_ten_steps(load_sample):
+    sample = load_sample("train_tiny_moe")
+    plain = [5.0 - 0.01 * i for i in range(30)]
+    scattered = [loss + (0.3 if i == 12 else 0.0) for i, loss in enumerate(plain)]
+    shifted = [loss + (0.1 if i >= 15 else 0.0) for i, loss in enumerate(plain)]
+    bf16, float32 = sample.DataType.BFLOAT16, sample.DataType.FLOAT
+    assert sample.compare_losses(plain, scattered, bf16) == []
+    assert len(sample.compare_losses(plain, scattered, float32)) == 1
+    assert sample.compare_losses(plain, shifted, bf16)[0].startswith("loss of steps 12 to 21: differs by 6.0e-02")
+    assert len(sample.compare_losses([5.0, 4.0], [5.2, 4.2], bf16)) == 1
+    assert len(sample.compare_losses([5.0, float("nan")], [5.0, 4.0], bf16)) == 1
+
+
 def test_c87_c88_losses_repeat_bitwise(load_sample):
     """The combine is a view and a sum, the dispatch an expand and a copy: no scatter meets one index twice."""
     sample = load_sample("train_tiny_moe")
