@@ -30,11 +30,13 @@ _address = torch.Tensor.data_ptr
 class Order:
     """What the keys of a variant pack mean: a uid for each.
 
-    `numbers` are the places of keys that are integers: True and 1.0 equal 1, and are no keys.
+    `numbers` are the places of keys that are integers: True and 1.0 equal 1, and are no keys. `lists` are the places of
+    discrete weights that are given one by one.
     """
 
     uids: tuple[int, ...]
     numbers: tuple[int, ...]
+    lists: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Found:
     @property
     def buffers(self) -> dict[int, Any]:
         """The buffers by uid."""
-        return dict(zip(self.uids, self.values, strict=False))  # a workspace may follow
+        return dict(zip(self.uids, self.values, strict=True))
 
 
 class Recall:
@@ -85,44 +87,64 @@ class Recall:
         for place in order.numbers:
             if keys[place].__class__ is not int:
                 return None
-        values, room = _tensors(pack, workspace)
-        if (key := _key(order, room, values)) is None:
+        values = [*pack.values()]
+        tensors = _tensors(order, values, workspace)
+        if tensors is None or (key := _key(order, workspace, values, tensors)) is None:
             return None
         for alike, call in self._calls.get(key, ()):
-            if alike(*values):
+            if alike(*tensors):
                 return Found(call, order.uids, values)
         return None
 
     def keep(self, pack: Mapping[Any, Any], workspace: Any, buffers: Mapping[int, Any], call: Call) -> None:
         """Remembers a call that passed; not one whose buffers had to be converted, or that is no plain call."""
-        keys, uids = tuple(pack), tuple(buffers)
-        if len(keys) != len(uids) or any(a is not b for a, b in zip(pack.values(), buffers.values(), strict=True)):
+        keys, uids, values = tuple(pack), tuple(buffers), [*pack.values()]
+        if len(keys) != len(uids):
             return
-        order = Order(uids, tuple(place for place, key in enumerate(keys) if isinstance(key, int)))
-        values, place = _tensors(pack, workspace)
-        if (key := _key(order, place, values)) is None:
+        order = Order(
+            uids,
+            tuple(place for place, key in enumerate(keys) if isinstance(key, int)),
+            tuple(place for place, value in enumerate(values) if value.__class__ in (list, tuple)),
+        )
+        tensors = _tensors(order, values, workspace)
+        checked = _tensors(order, [*buffers.values()], workspace)
+        if tensors is None or checked is None or any(a is not b for a, b in zip(tensors, checked, strict=True)):
+            return
+        if (key := _key(order, workspace, values, tensors)) is None:
             return
         if len(self._calls) >= LIMIT or len(self._orders) >= LIMIT:
             self._calls.clear()
             self._orders.clear()
-        kept = [held for held in self._calls.get(key, ()) if not held[0](*values)]  # one of an older version
+        kept = [held for held in self._calls.get(key, ()) if not held[0](*tensors)]  # one of an older version
         self._orders[keys] = order
-        self._calls[key] = (*kept[1 - SHAPES_AT_AN_ADDRESS :], (alike_to(values), call))
+        self._calls[key] = (*kept[1 - SHAPES_AT_AN_ADDRESS :], (alike_to(tensors), call))
 
 
-def _tensors(pack: Mapping[Any, Any], workspace: Any) -> tuple[list[Any], str]:
-    """The values of a pack and, if it is a tensor, the workspace; what it is else."""
-    if workspace is None or workspace.__class__ is str:
-        return [*pack.values()], workspace or "none"
-    return [*pack.values(), workspace], "given"
+def _tensors(order: Order, values: list[Any], workspace: Any) -> list[Any] | None:
+    """The values of a pack, lists one by one, and the workspace if it is a tensor; None where a list is none.
+
+    Lists become tuples in `values`: what is checked is what is run.
+    """
+    if not order.lists and (workspace is None or workspace.__class__ is str):
+        return values
+    tensors = [*values]
+    for place in reversed(order.lists):
+        if values[place].__class__ not in (list, tuple):
+            return None
+        values[place] = tensors[place : place + 1] = tuple(values[place])
+    if workspace is not None and workspace.__class__ is not str:
+        tensors.append(workspace)
+    return tensors
 
 
-def _key(order: Order, workspace: str, values: Sequence[Any]) -> tuple[Any, ...] | None:
+def _key(order: Order, workspace: Any, values: list[Any], tensors: list[Any]) -> tuple[Any, ...] | None:
     """Where calls of these addresses are kept; None where a value is no plain tensor with memory of its own."""
-    if not PLAIN.issuperset(map(type, values)):
+    if not PLAIN.issuperset(map(type, tensors)):
         return None
+    room = workspace if workspace is None or workspace.__class__ is str else True
+    lengths = tuple([len(values[place]) for place in order.lists]) if order.lists else ()
     try:
-        return (order.uids, workspace, *map(_address, values))
+        return (order.uids, room, lengths, *map(_address, tensors))
     except RuntimeError:  # sparse, or wrapped by a transform
         return None
 

@@ -275,3 +275,35 @@ def test_row_counts_that_share_their_memory_are_told_apart(checks: list[int]) ->
             torch.testing.assert_close(pack["y"], _wanted(pack))
             assert bool(whole["y"][rows:].isnan().all())
     assert len(checks) <= 6
+
+
+def test_separate_experts_are_remembered_one_by_one(checks: list[int]) -> None:
+    graph = Graph(device="cpu", io_data_type=DataType.FLOAT)
+    a, b = graph.tensor("a", (graph.symbol("M"), 8)), graph.tensor("b", (2, 8, 4), discrete=True)
+    offsets = graph.tensor("offs", (2,), data_type=DataType.INT32)
+    graph.grouped_matmul(a, b, offsets).set_data_type(DataType.FLOAT).set_output(True).set_name("y")
+    pack: dict[str, Any] = {
+        "a": torch.randn(6, 8), "b": [torch.randn(8, 4) for _ in range(2)],
+        "offs": torch.tensor([2, 6], dtype=torch.int32), "y": torch.empty(6, 4),
+    }  # fmt: skip
+
+    def run() -> None:
+        graph.execute(pack)
+        torch.testing.assert_close(pack["y"], _wanted({**pack, "b": torch.stack(list(pack["b"]))}))
+
+    for _ in range(3):
+        run()
+    assert len(checks) == 1
+    pack["b"] = tuple(pack["b"])  # the same experts
+    run()
+    assert len(checks) == 1
+    pack["b"] = [pack["b"][0], torch.randn(8, 4)]
+    run()
+    run()
+    assert len(checks) == 2
+    for wrong in ([pack["b"][0]], [pack["b"][0], pack["b"][1].double()], [pack["b"][0], pack["b"][1][:4]], pack["a"]):
+        with pytest.raises(VariantPackError):
+            graph.execute({**pack, "b": wrong})
+    pack["b"][1].resize_(4, 4)
+    with pytest.raises(VariantPackError):
+        run()
