@@ -233,7 +233,7 @@ class Graph(GraphBuilder):
 
         `variant_pack`: a buffer for every input and output, by Tensor, name or uid; torch tensors or anything with
         `__dlpack__`; for discrete weights a list of L tensors or an int64 tensor of addresses. `workspace`: at least
-        `get_workspace_size` bytes on the device. `handle`: a torch.cuda.Stream; torch's current stream by default.
+        `get_workspace_size` bytes on the device. `handle`: a torch.cuda.Stream of it; torch's current one by default.
         Gradients are not tracked. Builds what is not built yet. Raises VariantPackError, WorkspaceError or StateError
         before anything is launched.
         """

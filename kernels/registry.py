@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 class FusedKernel(Protocol):
-    """A kernel built for one problem and device."""
+    """A kernel built for one problem and device.
+
+    It may have two things more. `prepare(buffers, workspace, bindings)`: `run` of these buffers as a function of a
+    stream's handle, which holds addresses and no tensor, or None where a run does more. A true `zeroes_scales`: it
+    writes every byte of its scales, those of no row too, so that nobody zeroes them before.
+    """
 
     def workspace_bytes(self, bindings: Mapping[str, int]) -> int:
         """Bytes of scratch that one run needs, for the given symbol values."""
