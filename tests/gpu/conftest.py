@@ -5,6 +5,7 @@ parallel into the kernel cache that the library uses (OPFUSE_CACHE_DIR, or the u
 run compiles nothing. OPFUSE_RANDOM_CONFIGS is the number of random configurations, 200 unless it is set.
 
 OPFUSE_GPU_RECORD names a file for the record: versions, sha256 of the kernels' sources, counts, what was measured.
+Several processes may share the GPU, each with files of its own; `merge_records.py` makes one record of theirs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -124,7 +126,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "exit": int(exitstatus),
         "seconds": round(time.monotonic() - BEGIN, 1),
         "counts": COUNTS,
-        "random_configurations": sum("random_configuration" in item.name for item in session.items),
+        "random_configurations": Counter(
+            item.path.name for item in session.items if "random_configuration" in item.name
+        ),
         "passed_by_file": FILES,
         "not_passed": NOT_PASSED,
         "measured": MEASURED,

@@ -1,4 +1,4 @@
-"""Runs the Hopper dGLU kernel on a few small problems under compute-sanitizer, and adds the outcome to a record.
+"""Runs the Hopper kernels on a few small problems under compute-sanitizer, and adds the outcome to a record.
 
     python tests/gpu/sanitize.py [--record tests/gpu/record.json] [--tools memcheck,racecheck]
 
@@ -18,8 +18,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import glu_harness  # type: ignore[import-not-found]
 import harness  # type: ignore[import-not-found]
+from glu_cases import CASES as FORWARD  # type: ignore[import-not-found]
 from opfuse.kernels.sm90 import tune
+from opfuse.kernels.sm90.glu_config import GluConfig
 from parallel_build import adapter, fill  # type: ignore[import-not-found]
 from sm90_cases import BASE, CASES, ROW_COL  # type: ignore[import-not-found]
 
@@ -31,6 +34,8 @@ PROBLEMS = {
     "dbias and amax": (CASES["deterministic"], [130, 0, 65], 0),
     "separate experts": (CASES["discrete"], [64, 0, 130], 0),
     "cooperative": (replace(BASE, schedule=tune.C256), [200, 0, 130], 0),
+    "forward": (FORWARD["base"], [0, 1, 300, 77], 70),
+    "forward, gate and up apart": (FORWARD["concatenated"], [130, 0, 65], 0),
 }
 K, N = 128, 160
 DONE = "every problem is right"
@@ -40,7 +45,8 @@ SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.+)")
 def run_problems() -> None:
     """Every problem once, in this process; raises AssertionError on a wrong number."""
     for name, (config, sizes, tail) in PROBLEMS.items():
-        print(name, {k: f"{v:.1e}" for k, v in harness.check(config, sizes, K, N, tail).items()}, flush=True)
+        check = glu_harness.check if isinstance(config, GluConfig) else harness.check
+        print(name, {k: f"{v:.1e}" for k, v in check(config, sizes, K, N, tail).items()}, flush=True)
     print(DONE, flush=True)
 
 

@@ -32,7 +32,7 @@ def test_the_record_is_of_these_sources(record: str) -> None:
     assert content["source"] == sources()
     if "counts" in content:
         assert content["exit"] == 0 and set(content["counts"]) <= {"passed", "skipped"}, content["not_passed"]
-        assert content["random_configurations"] == 200
+        assert content["random_configurations"]["test_sm90_dglu.py"] == 200
         assert all(content["sanitizer"][tool].startswith("0 ") for tool in ("memcheck", "racecheck"))
     else:
         assert len(content["rows"]) == 30 and all(r["fused_q"] for r in content["rows"])
