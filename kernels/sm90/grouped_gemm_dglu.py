@@ -184,11 +184,11 @@ class GroupedGemmDglu:
             if warp == 1:
                 self._load_c(storage, atom_c, coords_c, s_c, columns)
             if warp >= 2:
+                last = cutlass.min(cutlass.max(offsets[cute.size(offsets) - 1], Int32(0)), rows)
                 for tensor in (d, activation, q_row, q_col):
                     if cutlass.const_expr(tensor is not None):
-                        stores.zero_rows(tensor, offsets[cute.size(offsets) - 1], rows, warp - 2, 2)
+                        stores.zero_rows(tensor, last, rows, warp - 2, 2)
                 if cutlass.const_expr(self.config.sf_swizzled):
-                    last = offsets[cute.size(offsets) - 1]
                     if cutlass.const_expr(sf_row is not None):
                         padding.zero_row_scales(sf_row, last, rows, columns, warp - 2, 2)
                     if cutlass.const_expr(sf_col is not None):
@@ -196,7 +196,7 @@ class GroupedGemmDglu:
                 if cutlass.const_expr(dprob_parts is not None):
                     # One tile: the partials are dprob.
                     if cute.size(dprob_parts, mode=[0]) == 1:
-                        self._zero_sums(dprob_parts, offsets[cute.size(offsets) - 1], rows, warp - 2)
+                        self._zero_sums(dprob_parts, last, rows, warp - 2)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = cute.arch.make_warp_uniform(warp // 4 - 1)
@@ -210,7 +210,7 @@ class GroupedGemmDglu:
     def _zero_sums(self, sums: cute.Tensor, first: Int32, rows: Int32, warp: Int32):
         """Zeros in the row sums from `first` on; two warps of every CTA share them."""
         mine = (cute.arch.block_idx()[0] * 2 + warp) * 32 + cute.arch.lane_idx()
-        for row in cutlass.range(cutlass.max(first, Int32(0)) + mine, rows, cute.arch.grid_dim()[0] * 64, unroll=1):
+        for row in cutlass.range(first + mine, rows, cute.arch.grid_dim()[0] * 64, unroll=1):
             sums[0, row] = Float32(0.0)
 
     @cute.jit

@@ -20,7 +20,8 @@ ATOM_BYTES = 512
 @cute.jit
 def zero_row_scales(scales: cute.Tensor, last: Int32, rows: Int32, columns: Int32, warp: Int32,
                     warps: cutlass.Constexpr):
-    """(M, 2N / 32) scales of row blocks; `last` offset, `columns` N. `warps` warps of every CTA share the atoms."""
+    """(M, 2N / 32) scales of row blocks; `last` offset, 0 to M, `columns` N. `warps` warps of every CTA share the
+    atoms."""
     across = (columns // 16 + 3) // 4
     first, count = _atoms(last), _atoms(rows)
     _zero_atoms(scales, first * across, Int32(1), (count - first) * across, Int32(0), warp, warps)
@@ -36,7 +37,7 @@ def zero_column_scales(scales: cute.Tensor, last: Int32, rows: Int32, columns: I
 
 @cute.jit
 def _atoms(rows: Int32):
-    return (cutlass.max(rows, Int32(0)) + (ATOM_ROWS - 1)) // ATOM_ROWS
+    return (rows + (ATOM_ROWS - 1)) // ATOM_ROWS
 
 
 @cute.jit
