@@ -66,8 +66,11 @@ def grouped_mlp(
     Weights are outputs first, of any strides; `glu_layout` is the order of w1's 2I rows, never guessed. `act` and
     `parameters` as Graph.glu. `recipe`: None, or "mxfp8" for activations and gradients in E4M3 codes. `multiple_of`: a
     promise that every expert's rows are one, which some fused kernels need (256 on Blackwell). `allow_tail`: rows past
-    the sum belong to no expert; their outputs and gradients are zero. `save`: what the backward finds of the
-    activation (M, I): "activation" itself, "preactivation" (computed again from h), or "inputs" (h as well).
+    the sum belong to no expert; their outputs and gradients are zero.
+
+    `save`: what is held for the backward beside x and the weights: "activation": h (M, 2I) and the activation (M, I);
+    "preactivation": h, from which the backward computes the activation again; "inputs": neither. At its peak the
+    backward holds the gradients of x, w1, w2 and h; h and the activation are gone by then (not under a recipe).
 
     On a GPU nothing is read on the host, so token counts are not checked there, and forward and backward can be part of
     a CUDA graph: after one call outside it, which builds the kernels, one capture serves every `tokens_per_expert` of

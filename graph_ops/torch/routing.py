@@ -54,7 +54,7 @@ def route(expert: torch.Tensor, num_experts: int, *, multiple_of: int = 1) -> Ro
 
 def _copy_to_rows(x: torch.Tensor, token: torch.Tensor, filled: torch.Tensor | None) -> torch.Tensor:
     rows = x.index_select(0, token)
-    return rows if filled is None else rows.masked_fill(~filled[:, None], 0)
+    return rows if filled is None else rows.masked_fill_(~filled[:, None], 0)
 
 
 def _sum_of_choices(y: torch.Tensor, slot: torch.Tensor, top_k: int) -> torch.Tensor:
