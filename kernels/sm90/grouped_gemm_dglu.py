@@ -29,7 +29,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from . import mainloop, padding, scheduler, stores
+from . import mainloop, padding, records, roles, scheduler, stores
 from . import primitives as p
 from .config import (
     CHUNK_M,
@@ -61,7 +61,6 @@ class GroupedGemmDglu:
         self.operands = Operands(config)
         self.pairs_rows = self.operands.pairs_rows
         self.loads_c, self.stores_d = config.c_dtype != "fp32", config.d_dtype in ("bf16", "fp16")
-        self.consumer_warps = 4 if s.pingpong else 4 * CONSUMERS
         self.stage_bytes = (s.tile_m + s.tile_n) * TILE_K * 2
 
     @cute.jit
@@ -163,7 +162,8 @@ class GroupedGemmDglu:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        self._init_barriers(storage, warp)
+        chunks = CONSUMERS * self.schedule.ring_chunks
+        roles.init_barriers(storage, warp, self.schedule, 1, (("c_full", chunks, 1), ("c_empty", chunks, 4)))
         if warp == 0:
             for atom in (atom_a, atom_b, atom_c, atom_d):
                 if cutlass.const_expr(atom is not None):
@@ -204,7 +204,7 @@ class GroupedGemmDglu:
                 self.config, storage, group, warp % 4, atom_d, coords_d, s_c, c, d, prob, alpha, beta, activation,
                 dprob_parts, dbias_parts, amax_parts, columns, rows, (q_row, sf_row, q_col, sf_col),
             )  # fmt: skip
-            self._compute(storage, group, mma_first, mma, s_a, s_b, k_tiles, columns, epilogue)
+            roles.compute(storage, self.schedule, group, mma_first, mma, s_a, s_b, k_tiles, columns, epilogue, True)
 
     @cute.jit
     def _zero_sums(self, sums: cute.Tensor, first: Int32, rows: Int32, warp: Int32):
@@ -212,30 +212,6 @@ class GroupedGemmDglu:
         mine = (cute.arch.block_idx()[0] * 2 + warp) * 32 + cute.arch.lane_idx()
         for row in cutlass.range(first + mine, rows, cute.arch.grid_dim()[0] * 64, unroll=1):
             sums[0, row] = Float32(0.0)
-
-    @cute.jit
-    def _init_barriers(self, storage, warp: Int32):
-        s = self.schedule
-        if warp == 0:
-            with cute.arch.elect_one():
-                self._init_array(storage.ab_full, s.ab_stages, 1)
-                self._init_array(
-                    storage.ab_empty, s.ab_stages, self.consumer_warps * mainloop.sharing_ctas(s.cluster_m, s.cluster_n)
-                )
-                self._init_array(storage.c_full, CONSUMERS * s.ring_chunks, 1)
-                self._init_array(storage.c_empty, CONSUMERS * s.ring_chunks, 4)
-                self._init_array(storage.rec_full, scheduler.RECORDS, 1)
-                self._init_array(storage.rec_empty, scheduler.RECORDS, 1 + self.consumer_warps)
-            cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(s.cluster_size > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    def _init_array(self, field, count: int, arrivals: int):
-        for i in range(count):
-            cute.arch.mbarrier_init(field.data_ptr() + i, arrivals)
 
     @cute.jit
     def _feed(self, storage, a, b, descriptors, offsets: cute.Tensor, rows: Int32, k_tiles: Int32, columns: Int32):
@@ -267,7 +243,7 @@ class GroupedGemmDglu:
             row = first + m_tile * s.tile_m
             n0 = (n * s.cluster_n + rank_n) * s.tile_n
             slot = m_before * s.cluster_m + m_tile
-            self._write_record(storage, count, row, n0, end, expert, slot)
+            records.write(storage, count, row, n0, end, expert, slot)
             count += 1
             g_b = cute.local_tile(
                 cute.domain_offset((n0, 0), coords_b[None, None, 0 if self.config.discrete_b else expert]),
@@ -314,7 +290,7 @@ class GroupedGemmDglu:
                 tile, offsets, experts, rows, tiles_n, state, s.tile_m, s.cluster_m
             )
         for _ in cutlass.range_constexpr(CONSUMERS if s.pingpong else 1):
-            self._write_record(storage, count, Int32(0), Int32(0), Int32(0), Int32(scheduler.END), Int32(0))
+            records.write(storage, count, Int32(0), Int32(0), Int32(0), Int32(scheduler.END), Int32(0))
             count += 1
         # Peers may still arrive here and multicast here; wait until every stage has been given back.
         for _ in cutlass.range(s.ab_stages, unroll=1):
@@ -322,42 +298,12 @@ class GroupedGemmDglu:
             stage, phase = mainloop.next_stage(stage, phase, s.ab_stages)
 
     @cute.jit
-    def _write_record(self, storage, count: Int32, row: Int32, n0: Int32, end: Int32, expert: Int32, slot: Int32):
-        i = count & (scheduler.RECORDS - 1)
-        cute.arch.mbarrier_wait(storage.rec_empty.data_ptr() + i, ((count >> log2(scheduler.RECORDS)) & 1) ^ 1)
-        at = storage.records.data_ptr().toint() + i * (scheduler.RECORD_WORDS * 4)
-        if cute.arch.lane_idx() == 0:
-            p.store_shared_i32(at, row)
-            p.store_shared_i32(at + 4, n0)
-            p.store_shared_i32(at + 8, end)
-            p.store_shared_i32(at + 12, expert)
-            p.store_shared_i32(at + 16, slot)
-            cute.arch.mbarrier_arrive(storage.rec_full.data_ptr() + i)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def _read_record(self, storage, count: Int32):
-        """(row, n0, row end, expert, partial slot) of the tile; gives the record back."""
-        i = count & (scheduler.RECORDS - 1)
-        cute.arch.mbarrier_wait(storage.rec_full.data_ptr() + i, (count >> log2(scheduler.RECORDS)) & 1)
-        at = storage.records.data_ptr().toint() + i * (scheduler.RECORD_WORDS * 4)
-        row = cute.arch.make_warp_uniform(p.load_shared_i32(at))
-        n0 = cute.arch.make_warp_uniform(p.load_shared_i32(at + 4))
-        end = cute.arch.make_warp_uniform(p.load_shared_i32(at + 8))
-        expert = cute.arch.make_warp_uniform(p.load_shared_i32(at + 12))
-        slot = cute.arch.make_warp_uniform(p.load_shared_i32(at + 16))
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(storage.rec_empty.data_ptr() + i)
-        return row, n0, end, expert, slot
-
-    @cute.jit
     def _load_c(self, storage, atom_c: cute.CopyAtom, coords_c: cute.Tensor, s_c: cute.Tensor, columns: Int32):
         """Warp 1: the C chunks of every tile, in the order in which their warpgroup reads them."""
         s = self.schedule
         block_step = cutlass.const_expr(16 if self.pairs_rows else 64)
         tile, used0, used1 = Int32(0), Int32(0), Int32(0)
-        row, n0, end, expert, _ = self._read_record(storage, tile)
+        row, n0, end, expert, _ = records.read_with_slot(storage, tile)
         while expert != scheduler.END:
             if row < end:
                 for nc in cutlass.range_constexpr(s.tile_n // CHUNK_N):
@@ -379,7 +325,7 @@ class GroupedGemmDglu:
                                     self._load_chunk(storage, atom_c, coords_c, s_c, group, used0, at, column, columns)
                                 used0 += 1
             tile += 1
-            row, n0, end, expert, _ = self._read_record(storage, tile)
+            row, n0, end, expert, _ = records.read_with_slot(storage, tile)
 
     @cute.jit
     def _load_chunk(
@@ -428,56 +374,3 @@ class GroupedGemmDglu:
             part, source = cpasync.tma_partition(atom_c, 0, cute.make_layout(1), whole, g_c)
             target = part[None, i * count + box]
             cute.copy(atom_c, source, target, tma_bar_ptr=full, cache_policy=Int64(stores.STREAM))
-
-    @cute.jit
-    def _compute(
-        self,
-        storage,
-        group: Int32,
-        mma_first: cute.TiledMma,
-        mma: cute.TiledMma,
-        s_a: cute.Tensor,
-        s_b: cute.Tensor,
-        k_tiles: Int32,
-        columns: Int32,
-        epilogue,
-    ):
-        """A consumer warpgroup: mainloop and epilogue of its tiles."""
-        s = self.schedule
-        thread = group * WARPGROUP if cutlass.const_expr(not s.pingpong) else Int32(0)
-        mma_slice = mma.get_slice(thread)
-        frag_a = mma.make_fragment_A(mma_slice.partition_A(s_a))
-        frag_b = mma.make_fragment_B(mma_slice.partition_B(s_b))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((s.tile_m, s.tile_n)), Float32)
-        full, empty = storage.ab_full.data_ptr(), storage.ab_empty.data_ptr()
-        shares = mainloop.shares_of_lane(s.cluster_m, s.cluster_n)
-        stage, phase, used = Int32(0), Int32(0), Int32(0)
-        tile = group if cutlass.const_expr(s.pingpong) else Int32(0)
-        stride = CONSUMERS if cutlass.const_expr(s.pingpong) else 1
-        if cutlass.const_expr(s.pingpong):
-            if group == 1:
-                stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
-                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP)
-
-        def hand_over():
-            if cutlass.const_expr(s.pingpong):
-                cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=CONSUMERS * WARPGROUP)
-
-        row, n0, end, expert, slot = self._read_record(storage, tile)
-        while expert != scheduler.END:
-            epilogue.begin_tile(row, end, expert)
-            if cutlass.const_expr(s.pingpong):
-                cute.arch.barrier(barrier_id=1 + group, number_of_threads=CONSUMERS * WARPGROUP)
-            stage, phase = mainloop.multiply_tile(
-                mma_first, mma, acc, frag_a, frag_b, k_tiles, stage, phase, full, empty, s.ab_stages, shares,
-                hand_over,
-            )  # fmt: skip
-            if cutlass.const_expr(s.pingpong):
-                stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
-            # A cluster's last tile in M or N may lie past the expert's rows or past the columns.
-            if row < end and n0 < columns:
-                used = epilogue.run(acc, row, n0, end, slot, used)
-            tile += stride
-            row, n0, end, expert, slot = self._read_record(storage, tile)
-        # Shared memory must outlive the stores that read it.
-        cute.arch.cp_async_bulk_wait_group(0, read=False)

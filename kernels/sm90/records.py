@@ -16,8 +16,8 @@ from .scheduler import RECORD_WORDS, RECORDS
 
 @cute.jit
 def write(storage, count: Int32, row: Int32, n0: Int32, end: Int32, expert: Int32, slot=None):
-    """Scheduler warp: the record of its `count`-th tile, once its readers have given the place back. `slot`, in a kernel
-    that has any, is where the tile's partial sums lie."""
+    """Scheduler warp: the record of its `count`-th tile, once its readers have given the place back. `slot`, in a
+    kernel that has any, is where the tile's partial sums lie."""
     i = count & (RECORDS - 1)
     cute.arch.mbarrier_wait(storage.rec_empty.data_ptr() + i, ((count >> log2(RECORDS)) & 1) ^ 1)
     at = storage.records.data_ptr().toint() + i * (RECORD_WORDS * 4)
