@@ -11,11 +11,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from opfuse.kernels.sm90 import tune
+from opfuse.kernels.sm90 import glu_tune, tune
 from opfuse.kernels.sm90.config import ACTIVATIONS, GLU_LAYOUTS, DgluConfig
+from opfuse.kernels.sm90.glu_config import GluConfig
 
 ROOT = Path(__file__).parents[3]
-RECORDS = ("tests/gpu/record.json", "samples/results/dglu_h200.json")
+RESULTS = ROOT / "samples" / "results"
+FORWARD = ("samples/results/glu_h200.json",) * (RESULTS / "glu_h200.json").exists()  # once it has been measured
+RECORDS = ("tests/gpu/record.json", "samples/results/dglu_h200.json", *FORWARD)
 
 
 def sources() -> str:
@@ -35,16 +38,26 @@ def test_the_record_is_of_these_sources(record: str) -> None:
         assert content["random_configurations"]["test_sm90_dglu.py"] == 200
         assert all(content["sanitizer"][tool].startswith("0 ") for tool in ("memcheck", "racecheck"))
     else:
-        assert len(content["rows"]) == 30 and all(r["fused_q"] for r in content["rows"])
+        arm = "fused_q" if "dglu" in record else "fused_no_h"
+        assert len(content["rows"]) == 30 and all(r["fused"] and r[arm] for r in content["rows"])
 
 
-@pytest.fixture(scope="module")
-def cases() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("opfuse_sm90_cases", ROOT / "tests" / "gpu" / "sm90_cases.py")
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"opfuse_{name}", ROOT / "tests" / "gpu" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def cases() -> ModuleType:
+    return _load("sm90_cases")
+
+
+@pytest.fixture(scope="module")
+def glu_cases() -> ModuleType:
+    return _load("glu_cases")
 
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -74,3 +87,26 @@ def test_gpu_cases_have_every_option(cases: Any, field: str) -> None:
 
 def test_200_random_configurations_differ(cases: Any) -> None:
     assert len(set(cases.RANDOM)) == len(cases.RANDOM) == 200
+
+
+GLU_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "ab_dtype": ("bf16", "fp16"),
+    "b_major": ("k", "n"),
+    "glu_layout": GLU_LAYOUTS,
+    "act": ACTIVATIONS,
+    "product_dtype": ("bf16", "fp16", None),
+    "h_dtype": ("bf16", "fp16", None),
+    "d_dtype": ("bf16", "fp16"),
+    "alpha_exponent": (1, 2),
+    "bias_dtype": ("bf16", "fp16", "fp32", None),
+    "schedule": tuple(glu_tune.SHIPPED.values()),
+}
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(GluConfig)])
+def test_gpu_cases_of_the_forward_have_every_option(glu_cases: Any, field: str) -> None:
+    """Each in a case of its own name, and among the random configurations."""
+    wanted = set(GLU_OPTIONS.get(field, (False, True)))
+    for configs in (glu_cases.CASES.values(), glu_cases.RANDOM):
+        seen = {getattr(c, field) for c in configs}
+        assert wanted <= ({a.name for a in seen} if field == "act" else seen), field
