@@ -94,7 +94,7 @@ class GluBenchmark(KernelBenchmark):  # type: ignore[misc]
         }
 
     def quack(self, inputs: Tensors) -> dict[str, Call]:
-        configs = quack_configs([(128, 128, True), (128, 256, False)])
+        configs = quack_configs([(128, 128, True, 1), (128, 128, True, 2), (128, 256, False, 2)])
         if not configs:
             return {}
         from quack.epilogue.library import linear_act_mod  # type: ignore[import-not-found]

@@ -79,8 +79,8 @@ def end_offsets(split: str, L: int, M: int) -> torch.Tensor:
     return torch.tensor(group_sizes(split, L, M)).cumsum(0).to(torch.int32).cuda()
 
 
-def quack_configs(tiles: Sequence[tuple[int, int, bool]]) -> dict[str, Any]:
-    """QuACK's configurations of these (rows, columns, ping-pong), with both clusters of two; none without QuACK."""
+def quack_configs(tiles: Sequence[tuple[int, int, bool, int]]) -> dict[str, Any]:
+    """QuACK's configurations of these (rows, columns, ping-pong, CTAs of a cluster of two along M); none without it."""
     try:
         from quack.gemm_config import GemmConfig  # type: ignore[import-not-found]
     except ImportError:
@@ -89,8 +89,7 @@ def quack_configs(tiles: Sequence[tuple[int, int, bool]]) -> dict[str, Any]:
         f"quack {m}x{n}{'' if pingpong else ' cooperative'} {cluster}x{3 - cluster}": GemmConfig(
             tile_m=m, tile_n=n, pingpong=pingpong, cluster_m=cluster, cluster_n=3 - cluster
         )
-        for m, n, pingpong in tiles
-        for cluster in (1, 2)
+        for m, n, pingpong, cluster in tiles
     }
 
 
