@@ -279,7 +279,7 @@ class Epilogue:
                     dup_words.append(p.pack(du0, du1, config.d_dtype))
                 if config.activation_dtype is not None:
                     word = p.pack(y0, y1, config.activation_dtype)
-                    p.store_global(lines["activation"][r] + 2 * column, [word], lines["inside"][r])
+                    stores.store_inside(lines["activation"][r] + 2 * column, [word], lines["inside"][r])
         return dgate_words, dup_words
 
     def _lines(self, warp_row, n0, end) -> dict:
@@ -315,10 +315,10 @@ class Epilogue:
         (gate, up), inside = (side[r] for side in lines["d"]), lines["inside"][r]
         if self.config.glu_layout == "interleaved1":
             for i in (0, 1):
-                p.store_global(gate + 8 * (column + i), [p.bits(dgate[i]), p.bits(dup[i])], inside)
+                stores.store_inside(gate + 8 * (column + i), [p.bits(dgate[i]), p.bits(dup[i])], inside)
         else:
-            p.store_global(gate + 4 * column, [p.bits(x) for x in dgate], inside)
-            p.store_global(up + 4 * column, [p.bits(x) for x in dup], inside)
+            stores.store_inside(gate + 4 * column, [p.bits(x) for x in dgate], inside)
+            stores.store_inside(up + 4 * column, [p.bits(x) for x in dup], inside)
 
     def _inputs(self, gates, ups):
         """((gate, up), (gate, up)) of two neighbouring columns, after beta."""

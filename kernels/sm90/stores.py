@@ -153,3 +153,14 @@ def load_pair(address, inside):
     else:
         first, second = p.load_global_v2(address)
     return p.from_bits(first), p.from_bits(second)
+
+
+@cute.jit
+def store_inside(address, words, inside):
+    """Words of a lane's row, if it is the expert's. A branch: with a predicate in its place the compiler moved so much
+    of the next chunk up that 50 registers spilled."""
+    if cutlass.const_expr(inside is not None):
+        if inside:
+            p.store_global(address, words)
+    else:
+        p.store_global(address, words)
