@@ -242,7 +242,8 @@ def _match_flops(problem: Problem, sizes: Sizes) -> float:
     if "b" not in problem:
         return epilogue
     rows, (_, k, n) = problem["a"].dim[0], problem["b"].dim
-    return 2.0 * sizes.of(rows) * sizes.of(k) * sizes.of(n) + epilogue
+    products = 1 + ("b_up" in problem)
+    return products * 2.0 * sizes.of(rows) * sizes.of(k) * sizes.of(n) + epilogue
 
 
 def _matmul_flops(left: TensorSpec, right: TensorSpec, sizes: Sizes) -> float:

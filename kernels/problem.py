@@ -51,6 +51,7 @@ ROLES: dict[str, tuple[Role, ...]] = {
     ),
     "grouped_gemm_glu": (
         *_MATMUL,
+        Role("b_up", "(L, K, N) weights of up, where b has those of the gate alone"),
         Role("bias", "(L, 2N) bias of the product"),
         Role("prob", "(M,) router probability"),
         Role("c", "(M, 2N) pre-activation, written when it is an output", is_output=True),

@@ -138,7 +138,12 @@ _BF16_OPERANDS = pick(
 )  # fmt: skip
 _VECTORS = pick(support.BF16_DGLU, "OFFSETS_TYPE", "OFFSETS_ALIGNMENT", "VECTOR_LAYOUT", "ALIGNMENT")
 _INSTALLED = pick(support.BF16_DGLU, "CUDNN_VERSION")
-_PRODUCT = (_COLUMNS, _LAYOUT, _C_ROUNDING, _C_TYPE, _C_LAYOUT, FORWARD_ALPHA, _NO_DBIAS)
+_UP_WEIGHTS = Condition(
+    "UP_WEIGHTS", "one tensor for the weights of gate and up", lambda p, a: f"b_up {p['b_up'].dim}",
+    lambda p, a: False, "join them once, when the model is made", lambda p, a: "b_up" in p, row="B",
+)  # fmt: skip
+
+_PRODUCT = (_COLUMNS, _UP_WEIGHTS, _LAYOUT, _C_ROUNDING, _C_TYPE, _C_LAYOUT, FORWARD_ALPHA, _NO_DBIAS)
 
 BF16_GLU: tuple[Condition, ...] = (
     *_BF16_OPERANDS, _DENSE_K, *_VECTORS, *_PRODUCT, *bias_conditions(scaled=False), _ACT, _FIXED,

@@ -1,7 +1,8 @@
 """What our grouped GEMM + GLU kernel for sm90 serves, as data. Imports neither torch nor the DSL.
 
 LEGAL asks the kernel's own `sm90.glu_config.illegal`, as in support.py, whose conditions these are where both kernels
-require the same. Roles: a, b, offsets, alpha, bias, prob; c is the pre-activation, d the activation.
+require the same. Roles: a, b, offsets, alpha, bias, prob; c is the pre-activation, d the activation. With b_up, b is
+the gate's half of the weights, and c is concatenated.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...graph_ops.ir.dims import Dim, known_divisor
+from ...graph_ops.ir.dims import known_divisor
 from ...graph_ops.ir.dtypes import DataType
 from ...graph_ops.ir.layouts import GluLayout
 from ..condition import Condition
@@ -49,6 +50,8 @@ def product_type(problem: Problem) -> DataType:
 
 def glu_layout(problem: Problem) -> GluLayout | None:
     """The layout of the product's columns, which the weights or the bias have where the product has no tensor."""
+    if "b_up" in problem:
+        return GluLayout.parse(problem.attributes["join.layout"])
     return next((problem[r].glu_layout for r in ("c", "b", "bias") if r in problem and problem[r].glu_layout), None)
 
 
@@ -59,6 +62,7 @@ def configuration(problem: Problem) -> GluConfig:
         ab_dtype=type_name(problem, "a") or "",
         b_major=b_major(problem) or "k",
         discrete_b=problem["b"].discrete,
+        separate_up="b_up" in problem,
         glu_layout=LAYOUT_NAMES.get(layout, str(layout)) if layout is not None else "none",
         act=activation(problem),
         product_dtype=PRODUCT_NAMES.get(product, repr(product)),
@@ -71,10 +75,15 @@ def configuration(problem: Problem) -> GluConfig:
     )
 
 
+def gate_columns(problem: Problem) -> int:
+    """How many columns of b one column of the activation takes: 1 where up has weights of its own, else 2."""
+    return 1 if "b_up" in problem else 2
+
+
 def _shape(problem: Problem) -> tuple[int, int]:
     """(columns of the activation, depth), a symbol as a usual model's."""
     _, depth, columns, _ = extents(problem)
-    return typical(columns) // 2, typical(depth)
+    return typical(columns) // gate_columns(problem), typical(depth)
 
 
 def scheduled(problem: Problem, variant: str | None = None) -> GluConfig:
@@ -115,11 +124,35 @@ def unbuilt(problem: Problem) -> list[str]:
     """Every other reason for which the kernel's own legality function declines the problem's configuration."""
     config = scheduled(problem)
     judged: dict[str, Any] = {name: let[0] for name, let in SAID_BEFORE.items() if getattr(config, name) not in let}
+    if config.separate_up:
+        judged["discrete_b"] = False  # UP_WEIGHTS says so
     return illegal(replace(config, **judged))
 
 
-def _columns_fit(columns: Dim) -> bool:
-    return known_divisor(columns) % 64 == 0 and columns != 0
+def _columns_fit(problem: Problem) -> bool:
+    columns = extents(problem)[2]
+    return known_divisor(columns) % (32 * gate_columns(problem)) == 0 and columns != 0
+
+
+def _sides(problem: Problem) -> dict[str, DataType]:
+    """Where gate and up round before they are put side by side."""
+    return {side: problem.rounding[side] for side in ("gate", "up") if side in problem.rounding}
+
+
+def _sides_fit(problem: Problem) -> bool:
+    """Whether they round nowhere else than the product does."""
+    return all(t in (DataType.FLOAT, product_type(problem)) for t in _sides(problem).values())
+
+
+def _up(problem: Problem) -> Problem:
+    """The problem with up's weights in the place of the gate's."""
+    return replace(problem, tensors={**problem.tensors, "b": problem["b_up"]})
+
+
+def _same_weights(problem: Problem) -> bool:
+    gate, up = problem["b"], problem["b_up"]
+    same = up.data_type is gate.data_type and b_major(_up(problem)) == b_major(problem)
+    return same and not gate.discrete and not up.discrete
 
 
 def _shared(*codes: str) -> tuple[Condition, ...]:
@@ -130,8 +163,8 @@ def _shared(*codes: str) -> tuple[Condition, ...]:
 GLU: tuple[Condition, ...] = (
     *_shared("OPERAND_TYPE"),
     Condition(
-        "COLUMN_MULTIPLE", "N known to be a multiple of 64: 32 gate and 32 up columns",
-        lambda p, a: f"N = {extents(p)[2]}", lambda p, a: _columns_fit(extents(p)[2]),
+        "COLUMN_MULTIPLE", "N known to be a multiple of 64: 32 gate and 32 up columns (of 32 with their weights apart)",
+        lambda p, a: f"N = {extents(p)[2]}", lambda p, a: _columns_fit(p),
         "pad the intermediate size to a multiple of 32",
     ),
     *_shared("DEPTH_MULTIPLE", "EXPERTS"),
@@ -141,6 +174,16 @@ GLU: tuple[Condition, ...] = (
         CONTIGUOUS,
     ),
     *_shared("B_LAYOUT"),
+    Condition(
+        "UP_WEIGHTS", "weights of up of the gate's type and layout, both dense",
+        lambda p, a: f"b {p['b'].data_type!r} with stride {p['b'].stride}, b_up {p['b_up'].data_type!r} with stride "
+        f"{p['b_up'].stride}", lambda p, a: _same_weights(p), CONTIGUOUS, present("b_up"),
+    ),
+    Condition(
+        "UP_ROUNDING", "gate and up that round where their product does, or nowhere else",
+        lambda p, a: ", ".join(f"{side} rounds to {t!r}" for side, t in _sides(p).items()), lambda p, a: _sides_fit(p),
+        "leave gate and up virtual FLOAT", present("b_up"),
+    ),
     Condition(
         "VECTOR_LAYOUT", "INT32 offsets and FLOAT alpha and prob, without gaps",
         lambda p, a: ", ".join(bad_vectors(p)), lambda p, a: not bad_vectors(p), CONTIGUOUS,

@@ -13,7 +13,7 @@ from ..problem import Problem
 from ..sm90 import glu_host
 from ..sm90.glu_arguments import glu_arguments
 from ..sm90.glu_config import GluConfig
-from .glu_support import scheduled
+from .glu_support import gate_columns, scheduled
 from .launched import Launched, cached, kernel_cache
 from .support import extents
 
@@ -36,7 +36,8 @@ class GroupedGlu(Launched):
 
     def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:
         M, K, columns, L = (evaluate(extent, bindings) for extent in extents(self._problem))
-        return {"M": M, "K": K, "N": columns // 2, "2N": columns, "L": L}
+        N = columns // gate_columns(self._problem)
+        return {"M": M, "K": K, "N": N, "2N": 2 * N, "L": L}
 
     def scratch_bytes(self, sizes: Mapping[str, int]) -> int:
         return glu_host.workspace_bytes(self.config, sizes["L"])

@@ -10,7 +10,7 @@ def glu_arguments(config: GluConfig) -> tuple[Argument, ...]:
     """The tensors of one configuration, in the order of the launch; names as `glu_host.launch` has them."""
     out = [
         matrix("x", config.ab_dtype, "M", "K"),
-        _weights(config),
+        *_weights(config),
         vector("offsets", "int32", "L"),
     ]
     if config.h_dtype:
@@ -23,8 +23,9 @@ def glu_arguments(config: GluConfig) -> tuple[Argument, ...]:
     return (*out, *[memory("workspace", 128)] * bool(scratch_tensors(config, 1)))
 
 
-def _weights(config: GluConfig) -> Argument:
+def _weights(config: GluConfig) -> tuple[Argument, ...]:
     if config.discrete_b:
-        return vector("b", "int64", "L", 8)
+        return (vector("b", "int64", "L", 8),)
     stride = (None, 1, None) if config.b_major == "k" else (None, None, 1)
-    return Argument("b", config.ab_dtype, ("L", "K", "2N"), stride, 8, 16)
+    names, columns = (("b", "b_up"), "N") if config.separate_up else (("b",), "2N")
+    return tuple(Argument(name, config.ab_dtype, ("L", "K", columns), stride, 8, 16) for name in names)

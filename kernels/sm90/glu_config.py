@@ -31,7 +31,8 @@ class GluConfig:
     """What one compiled kernel computes, and its schedule.
 
     Tensors: x (M, K) and b (L, K, 2N) of `ab_dtype`, h (M, 2N), d (M, N), prob (M,) and alpha (L,) float32, bias
-    (L, 2N). h is the product as it is written, d the activation. A `*_dtype` of None and a False flag mean that the
+    (L, 2N). h is the product as it is written, d the activation. `separate_up`: b (L, K, N) has the gate's weights,
+    and b_up, of the same shape, those of up; h is concatenated. A `*_dtype` of None and a False flag mean that the
     tensor is absent; `product_dtype` is where the product rounds before the activation reads it, None for nowhere.
     The schedule's `tile_n` counts columns of the product.
     """
@@ -39,6 +40,7 @@ class GluConfig:
     ab_dtype: str = "bf16"
     b_major: str = "k"
     discrete_b: bool = False
+    separate_up: bool = False
     glu_layout: str = "interleaved32"
     act: Activation = field(default_factory=Activation)
     product_dtype: str | None = None
@@ -92,6 +94,8 @@ def illegal(config: GluConfig, *, n: int | None = None, k: int | None = None) ->
             out.append(f"{name} is {getattr(config, name)!r}; built are {', '.join(map(repr, allowed))}")
     if config.product_dtype and config.h_dtype and config.product_dtype != config.h_dtype:
         out.append(f"the product rounds to {config.product_dtype}, and h, which is its value, is {config.h_dtype}")
+    if config.separate_up and (config.discrete_b or config.glu_layout != "concatenated"):
+        out.append("weights of gate and up apart are built dense, with h concatenated")
     if config.act.name not in ACTIVATIONS:
         out.append(f"act is {config.act.name!r}; built are {', '.join(ACTIVATIONS)}")
     if config.act.name == "situglu" and not (config.act.beta1 > 0 and config.act.beta2 > 0):

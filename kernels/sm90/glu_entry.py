@@ -30,8 +30,8 @@ class GluProgram:
             descriptors = cute.make_tensor(base, cute.make_layout((sizes["L"], 16), stride=(16, 1)))
         prob, alpha, bias = (given.get(name) for name in OPTIONAL)
         self.kernel(
-            given["x"], given["b"], descriptors, given["offsets"], given.get("h"), given["d"], prob, alpha, bias,
-            clusters, stream,
+            given["x"], given["b"], given.get("b_up"), descriptors, given["offsets"], given.get("h"), given["d"],
+            prob, alpha, bias, clusters, stream,
         )  # fmt: skip
 
 

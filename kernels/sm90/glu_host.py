@@ -67,9 +67,10 @@ def launch(
     config: GluConfig,
     *,
     x: torch.Tensor,  # (M, K)
-    b: torch.Tensor,  # (L, K, 2N), or (L,) int64 addresses of (K, 2N) buffers
+    b: torch.Tensor,  # (L, K, 2N), or (L, K, N), or (L,) int64 addresses of (K, 2N) buffers
     offsets: torch.Tensor,  # (L,) int32 end offsets
     d: torch.Tensor,  # (M, N)
+    b_up: torch.Tensor | None = None,  # (L, K, N)
     h: torch.Tensor | None = None,  # (M, 2N)
     prob: torch.Tensor | None = None,  # (M,) float32
     alpha: torch.Tensor | None = None,  # (L,) float32
@@ -81,5 +82,5 @@ def launch(
     The configuration says which tensors are present. Rows at or past offsets[-1] of h and d become zero.
     Raises as `prepare`.
     """
-    prepare(config, {"x": x, "b": b, "offsets": offsets, "d": d, "h": h, "prob": prob, "alpha": alpha, "bias": bias,
-                     "workspace": workspace})()  # fmt: skip
+    prepare(config, {"x": x, "b": b, "b_up": b_up, "offsets": offsets, "d": d, "h": h, "prob": prob, "alpha": alpha,
+                     "bias": bias, "workspace": workspace})()  # fmt: skip

@@ -1,7 +1,7 @@
 """Host side of the forward kernel's operands: the backward's, but for weights and outputs.
 
 A tile's accumulators hold gate and up of the same activation columns. Where gate and up lie far apart in the weights
-(concatenated), the B tile is made of two boxes, its gate columns and its up columns; else it is one.
+(concatenated), or in two tensors, the B tile is made of two boxes, its gate columns and its up columns; else it is one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class GluOperands(Operands):
         s = self.schedule
         self.b_boxes = 2 if config.glu_layout == "concatenated" else 1
         self.b_columns = s.tile_n // self.b_boxes
-        # In a cluster of two along M each CTA loads one of the two boxes for both: one TMA instruction a k step.
-        self.box_a_rank = self.b_boxes == s.cluster_m == 2
+        # In a cluster of two along M each CTA loads one of the two boxes for both: one TMA instruction a k step. With
+        # weights apart, each loads its half of both: which descriptor an instruction takes is compiled in.
+        self.box_a_rank = self.b_boxes == s.cluster_m == 2 and not config.separate_up
         self.b_slices = 1 if self.box_a_rank else s.cluster_m
 
     def layouts(self):

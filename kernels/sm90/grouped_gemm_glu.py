@@ -54,7 +54,8 @@ class GroupedGemmGlu:
     def __call__(
         self,
         x: cute.Tensor,  # (M, K)
-        b: cute.Tensor,  # (L, K, 2N), or (L,) addresses
+        b: cute.Tensor,  # (L, K, 2N), or (L, K, N) of the gate, or (L,) addresses
+        b_up: Optional[cute.Tensor],  # (L, K, N)
         descriptors: Optional[cute.Tensor],  # (L, 16) words: TMA descriptors of discrete weights
         offsets: cute.Tensor,  # (L,)
         h: Optional[cute.Tensor],  # (M, 2N)
@@ -70,6 +71,9 @@ class GroupedGemmGlu:
         b_nkl = make.weights(x, b, columns * 2)
         smem_a, smem_b, smem_box, smem_h, smem_d = make.layouts()
         load_a, load_b = make.load_a(x, smem_a), make.load_b(b_nkl, smem_box)
+        load_up = (None, None)
+        if cutlass.const_expr(b_up is not None):
+            load_up = make.load_b(make.weights(x, b_up, columns), smem_box)
         if cutlass.const_expr(self.config.discrete_b):
             DescribeExperts()(load_b[0], b, descriptors, b_nkl, stream)
         store_h = (None, None)
@@ -93,9 +97,9 @@ class GroupedGemmGlu:
         assert used <= modelled, f"{used} bytes of shared memory, {modelled} by glu_config.smem_bytes"
         self.storage = Storage
         self.kernel(
-            *load_a, *load_b, *store_h, *make.store_rows(d, CHUNK_N), make.tiled_mma(False), make.tiled_mma(True),
-            smem_a, smem_b, smem_box, smem_h, smem_d, descriptors, offsets, h, d, prob, alpha, bias,
-            cute.size(x, mode=[1]), columns,
+            *load_a, *load_b, *load_up, *store_h, *make.store_rows(d, CHUNK_N), make.tiled_mma(False),
+            make.tiled_mma(True), smem_a, smem_b, smem_box, smem_h, smem_d, descriptors, offsets, h, d, prob, alpha,
+            bias, cute.size(x, mode=[1]), columns,
         ).launch(
             grid=[clusters * s.cluster_size, 1, 1],
             block=[THREADS, 1, 1],
@@ -111,6 +115,8 @@ class GroupedGemmGlu:
         coords_a: cute.Tensor,
         atom_b: cute.CopyAtom,
         coords_b: cute.Tensor,
+        atom_up: Optional[cute.CopyAtom],
+        coords_up: Optional[cute.Tensor],
         atom_h: Optional[cute.CopyAtom],
         coords_h: Optional[cute.Tensor],
         atom_d: cute.CopyAtom,
@@ -136,7 +142,7 @@ class GroupedGemmGlu:
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         self._init_barriers(storage, warp)
         if warp == 0:
-            for atom in (atom_a, atom_b, atom_h, atom_d):
+            for atom in (atom_a, atom_b, atom_up, atom_h, atom_d):
                 if cutlass.const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
         s_a = storage.a.get_tensor(smem_a.outer, swizzle=smem_a.inner)
@@ -152,7 +158,7 @@ class GroupedGemmGlu:
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                a, b = (atom_a, coords_a, s_a), (atom_b, coords_b, s_box)
+                a, b = (atom_a, coords_a, s_a), ((atom_b, atom_up), (coords_b, coords_up), s_box)
                 self._feed(storage, a, b, descriptors, offsets, rows, k_tiles, columns)
             else:
                 for tensor in (h, d):
@@ -248,26 +254,28 @@ class GroupedGemmGlu:
     def _weights_of(self, b, descriptors, expert, n0, columns, rank_m, rank_n):
         """The function that starts a k step's loads of one tile's weights: `(k, stage, barrier)`."""
         s, make = self.schedule, self.operands
-        atom, coords, s_box = b
+        atoms, coords, s_box = b
         # B goes to the CTAs of the same N (neighbours).
         mask = cutlass.Int16(((1 << s.cluster_m) - 1) << (rank_n * s.cluster_m)) if s.cluster_m > 1 else None
         weights = None
         if self.config.discrete_b:
             weights = descriptor(descriptors, expert)
             cpasync.fence_tma_desc_acquire(weights)
-        of_expert = coords[None, None, 0 if self.config.discrete_b else expert]
         loads = []
         for box in [rank_m] if make.box_a_rank else range(make.b_boxes):
-            column = stores.box_column(self.config.glu_layout, n0, columns, box)
+            which, column = 0, stores.box_column(self.config.glu_layout, n0, columns, box)
+            if self.config.separate_up:
+                which, column = box, n0
+            atom, of_expert = atoms[which], coords[which][None, None, 0 if self.config.discrete_b else expert]
             tile = cute.local_tile(cute.domain_offset((column, 0), of_expert), (make.b_columns, TILE_K), (0, None))
             part, source = cpasync.tma_partition(
                 atom, 0 if make.box_a_rank else rank_m, cute.make_layout(make.b_slices), cute.group_modes(s_box, 0, 2),
                 cute.group_modes(tile, 0, 2),
             )  # fmt: skip
-            loads.append((box, part, source))
+            loads.append((atom, box, part, source))
 
         def copy(k, at, barrier):
-            for box, part, source in loads:
+            for atom, box, part, source in loads:
                 cute.copy(
                     atom, source[None, k], part[None, at * make.b_boxes + box], tma_bar_ptr=barrier, mcast_mask=mask,
                     tma_desc_ptr=weights,

@@ -45,6 +45,10 @@ def make(config: GluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0)
     b = randn(*shape, dtype=ab, scale=2.0 * K**-0.5)
     dense = b.transpose(1, 2) if config.b_major == "k" else b
     out = {"x": randn(M, K, dtype=ab), "b": dense, "offsets": torch.tensor(sizes).cumsum(0).to(torch.int32).cuda()}
+    if config.separate_up:
+        gate, up = b.chunk(2, 1 if config.b_major == "k" else 2)
+        for name, half in (("b", gate.contiguous()), ("b_up", up.contiguous())):
+            out[name] = half.transpose(1, 2) if config.b_major == "k" else half
     if config.discrete_b:
         parts = [one.clone() for one in b]
         out["b"] = torch.tensor([one.data_ptr() for one in parts], dtype=torch.int64).cuda()
@@ -71,6 +75,8 @@ def oracle(config: GluConfig, t: dict) -> dict[str, np.ndarray]:
     """h in float64, and d of h as it rounds before the activation, for the rows that belong to an expert."""
     ends = t["offsets"].tolist()
     dense = t["_keep"]["dense"] if config.discrete_b else t["b"]
+    if config.separate_up:
+        dense = torch.cat([t["b"], t["b_up"]], 2)
     h = torch.zeros(ends[-1], dense.shape[2], dtype=torch.float64, device="cuda")
     for g, (s, e) in enumerate(zip([0, *ends[:-1]], ends)):
         if e > s:

@@ -24,7 +24,7 @@ class GluCase:
     """One problem: what the graph declares, and the rows that experts get.
 
     `product` is where the product rounds before the activation reads it; c, if written, is that value, or a copy of a
-    FLOAT one. N columns of the activation.
+    FLOAT one. N columns of the activation. `apart`: gate and up have weights of their own, and c is concatenated.
     """
 
     given: tuple[str, ...] = ("prob",)  # of alpha, bias, prob
@@ -38,6 +38,7 @@ class GluCase:
     d: DataType = BF16
     bias: DataType = BF16
     major: str = "k"
+    apart: bool = False
     discrete: str = ""  # "list" of experts, or their "addresses"
     exponent: int = 1
     K: int = 256
@@ -63,6 +64,12 @@ CASES: dict[str, GluCase] = {
     "interleaved by 1": GluCase(layout=BY_ONE),
     "n-major": GluCase(major="n"),
     "concatenated, n-major": GluCase(layout=CONCATENATED, major="n"),
+    "apart": GluCase(apart=True),
+    "apart, n-major": GluCase(apart=True, major="n", act="geglu", parameters=WIDE),
+    "apart, activation alone": GluCase(apart=True, outputs=("d",), given=()),
+    "apart, activation alone, FLOAT product": GluCase(apart=True, outputs=("d",), product=F32),
+    "apart, c a copy of a FLOAT product": GluCase(apart=True, product=F32),
+    "apart, fp16, columns that no tile divides": GluCase(apart=True, ab=F16, product=F16, c=F16, d=F16, K=328, N=416),
     "discrete list": GluCase(discrete="list", layout=CONCATENATED),
     "discrete addresses, n-major": GluCase(discrete="addresses", major="n"),
     "alpha": GluCase(given=("alpha", "prob")),
@@ -87,11 +94,12 @@ CASES: dict[str, GluCase] = {
 def declare(graph: Graph, case: GluCase) -> dict[str, Any]:
     """Declares the case; its tensors by role."""
     m, experts, K, wide = graph.symbol("M"), len(case.sizes), case.K, 2 * case.N
-    stride = (K * wide, 1, K) if case.major == "k" else (K * wide, wide, 1)
+    width = case.N if case.apart else wide
+    stride = (K * width, 1, K) if case.major == "k" else (K * width, width, 1)
     t: dict[str, Any] = {
         "a": graph.tensor("a", (m, K), data_type=case.ab),
-        "b": graph.tensor("b", (experts, K, wide), stride, data_type=case.ab, discrete=bool(case.discrete),
-                          glu_layout=case.layout),
+        "b": graph.tensor("b", (experts, K, width), stride, data_type=case.ab, discrete=bool(case.discrete),
+                          glu_layout=None if case.apart else case.layout),
         "offsets": graph.tensor("offsets", (experts,), data_type=DataType.INT32),
     }  # fmt: skip
     if "alpha" in case.given:
@@ -101,7 +109,13 @@ def declare(graph: Graph, case: GluCase) -> dict[str, Any]:
     if "prob" in case.given:
         t["prob"] = graph.tensor("prob", (m,), data_type=F32)
     exponent = {"alpha": t["alpha"], "alpha_exponent": case.exponent} if "alpha" in t else {}
-    product = graph.grouped_matmul(t["a"], t["b"], t["offsets"], bias=t.get("bias"), name="fc1", **exponent)
+    if case.apart:
+        t["b_up"] = graph.tensor("b_up", (experts, K, width), stride, data_type=case.ab)
+        gate, up = (graph.grouped_matmul(t["a"], t[b], t["offsets"], name=b) for b in ("b", "b_up"))
+        sides = gate.set_data_type(case.product), up.set_data_type(case.product)
+        product = graph.join_glu(*sides, GluLayout.concatenated(), name="fc1")
+    else:
+        product = graph.grouped_matmul(t["a"], t["b"], t["offsets"], bias=t.get("bias"), name="fc1", **exponent)
     product.set_data_type(case.product)
     if "c" in case.outputs:
         t["c"] = graph.identity(product, name="round") if case.product is F32 else product
@@ -126,11 +140,12 @@ def operands(case: GluCase, seed: int) -> dict[str, Any]:
     def pick(count: int, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values)[torch.randint(len(values), (count,), generator=g)].to(shared.DEVICE)
 
-    stored = (experts, wide, case.K) if case.major == "k" else (experts, case.K, wide)
-    b = randn(*stored, dtype=case.ab, scale=2 * case.K**-0.5)
+    width = case.N if case.apart else wide
+    stored = (experts, width, case.K) if case.major == "k" else (experts, case.K, width)
+    weights = {name: randn(*stored, dtype=case.ab, scale=2 * case.K**-0.5) for name in ("b", "b_up")[: 1 + case.apart]}
     made: dict[str, Any] = {
         "a": randn(rows, case.K, dtype=case.ab),
-        "b": b.transpose(1, 2) if case.major == "k" else b,
+        **{name: b.transpose(1, 2) if case.major == "k" else b for name, b in weights.items()},
         "offsets": torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32).to(shared.DEVICE),
     }
     if "alpha" in case.given:

@@ -1,20 +1,21 @@
 """Gate and up from two weights, brought side by side as fused kernels read them: in joint graphs, before AOTAutograd
 cuts forward from backward.
 
-    gate = x W1, up = x W3   ->   h = x [W1; W3], or h = [gate, up]: whichever copies less
+    gate = x W1, up = x W3   ->   h = [gate, up], where one kernel takes both weights and writes h: no copy at all
+                                  else h = x [W1; W3], or h = [gate, up]: whichever copies less
     dx = dgate W1^T + dup W3^T   ->   dx = dh [W1; W3]^T with dh = [dgate, dup], where that moves less
     dW1 = dgate^T x, dW3 = dup^T x   stay as they are, and read the halves of dh in place
 
-W1 and W3 are tensors of their own, so what lies side by side was copied there: 2 x bytes of both weights once a pass,
-or 2 x bytes of h. [W1; W3] is made again in the backward rather than kept for it: kept, it would be a second copy of
-the weights in every layer. dx then rounds once where eager rounds three times, and h once in either case, so this is
+W1 and W3 are tensors of their own, so what else lies side by side was copied there: 2 x bytes of both weights once a
+pass, or 2 x bytes of h. [W1; W3] is made again in the backward rather than kept for it: kept, it would be a second copy
+of the weights in every layer. dx then rounds once where eager rounds three times, and h once in either case, so this is
 done only where roundings may be dropped, and only where a kernel of the arch takes what it leads to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +24,15 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ....kernels.cost import NOMINAL_EXTENT
+from ...graph import Graph
+from ...ir.dtypes import DataType
+from ...ir.graph import OpGraph
+from ...ir.layouts import GluLayout
 from .regions import FIRST_CHECKPOINT, is_product, joins_of, late_nodes, outputs_of, sort_topologically
-from .spellings import CONVERSIONS, GROUPED_MM, aten, value_of
+from .spellings import CONVERSIONS, DTYPES, GROUPED_MM, aten, value_of
 
 TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.t.default)
-WEIGHTS, ACTIVATIONS = "weights", "activations"
+WEIGHTS, ACTIVATIONS, NOTHING = "weights", "activations", "nothing"
 
 
 @dataclass(frozen=True)
@@ -42,21 +47,29 @@ class Merge:
 
     def __str__(self) -> str:
         made = {WEIGHTS: "one product of both weights, copied side by side once a pass",
-                ACTIVATIONS: "copied side by side, which moves less than their weights"}[self.copies]  # fmt: skip
+                ACTIVATIONS: "copied side by side, which moves less than their weights",
+                NOTHING: "one kernel takes both weights and writes them side by side"}[self.copies]  # fmt: skip
         dx = "; dx is one product of both weights, rounded once" if self.one_dgrad else ""
         return f"{self.gate} and {self.up} (gate and up of two weights): {made}{dx}"
 
 
-def merge_gate_up(graph: fx.Graph, region: Sequence[fx.Node], *, fuses_forward: bool) -> Merge | None:
+def merge_gate_up(
+    graph: fx.Graph, region: Sequence[fx.Node], *, fuses_forward: bool, fuses_apart: Callable[[OpGraph], bool]
+) -> Merge | None:
     """Brings gate and up of the region's GLU together, in place; None where they are not products of one x.
 
     `fuses_forward`: a kernel fuses the product of both weights with the GLU, so that to copy weights pays sooner.
-    Graphs without a derivative are left alone unless it does.
+    `fuses_apart`: whether one fuses such a graph of two products, which then needs no copy. Graphs without a derivative
+    are left alone unless a kernel fuses the forward.
     """
     pair = _pair(region)
     if pair is None:
         return None
     late = late_nodes(graph)
+    if pair.is_plain and fuses_apart(_apart(pair)):
+        if not late:
+            return None  # nobody reads h: both products and the GLU are a region as they stand
+        return _tidied(graph, replace(_over_activations(graph, pair, late), copies=NOTHING))
     weights, h = pair.copied_bytes, 2 * _nbytes(pair.gate)
     if late:
         over_weights = 2 * weights < (3 if fuses_forward else 2) * h
@@ -64,7 +77,10 @@ def merge_gate_up(graph: fx.Graph, region: Sequence[fx.Node], *, fuses_forward: 
         over_weights = True
     else:
         return None
-    merge = (_over_weights if over_weights else _over_activations)(graph, pair, late)
+    return _tidied(graph, (_over_weights if over_weights else _over_activations)(graph, pair, late))
+
+
+def _tidied(graph: fx.Graph, merge: Merge) -> Merge:
     sort_topologically(graph)
     graph.eliminate_dead_code()
     graph.lint()
@@ -93,6 +109,12 @@ class _Pair:
         """Whether the weights are made in this graph, from parameters of another dtype: written side by side, they are
         copied no more than they are otherwise."""
         return self.w_gate.target in CONVERSIONS and self.w_up.target in CONVERSIONS
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are read as they are stored, and of known sizes."""
+        values = [value_of(w) for w in (self.w_gate, self.w_up)]
+        return not self.is_cast and all(isinstance(n, int) for v in values for n in (*v.shape, *v.stride()))
 
     @property
     def copied_bytes(self) -> int:
@@ -146,6 +168,25 @@ def _nbytes(node: fx.Node) -> int:
     """Bytes of the node's tensor; a symbolic extent counts as what it was when it was traced."""
     extents = [d if isinstance(d, int) else (d.node.has_hint() and d.node.hint) or NOMINAL_EXTENT for d in _shape(node)]
     return math.prod(int(d) for d in extents) * int(value_of(node).element_size())
+
+
+def _apart(pair: _Pair) -> OpGraph:
+    """The forward of gate and up with h written: what a kernel would have to fuse. The rows are a symbol, and the
+    activation stands for any."""
+    g = Graph(name="apart", intermediate_data_type=DataType.FLOAT)
+    kind = DTYPES[value_of(pair.gate).dtype]
+    (experts, columns, depth), rows = _shape(pair.w_gate), g.symbol("M")
+    x = g.tensor("x", dim=(rows, depth), data_type=kind)
+    offsets = g.tensor("offsets", dim=(experts,), data_type=DataType.INT32)
+    sides = []
+    for name, weight in (("gate", pair.w_gate), ("up", pair.w_up)):
+        expert, row, column = value_of(weight).stride()
+        b = g.tensor(f"w_{name}", dim=(experts, depth, columns), stride=(expert, column, row), data_type=kind)
+        sides.append(g.grouped_matmul(x, b, offsets, name=name))
+    gate, up = sides
+    h = g.join_glu(gate, up, GluLayout.concatenated(), name="h").set_data_type(kind).set_output(True)
+    g.glu(h, act="swiglu", name="act").set_data_type(kind).set_output(True)
+    return g.operation_graph()
 
 
 # ---------------------------------------------------------------------- rewriting

@@ -161,8 +161,14 @@ class Rewriter:
                 continue
             plan = make_plan(reading[0].graph, arch, disable=self.options.disable)
             if forced or any(s.rule in (FORWARD_RULE, BACKWARD_RULE) for s in plan.fused_steps):
-                merge = merge_gate_up(graph, region, fuses_forward=fuses_forward)
+                merge = merge_gate_up(graph, region, fuses_forward=fuses_forward,
+                                      fuses_apart=partial(self._fuses_forward, arch))  # fmt: skip
                 self.merges += [merge] if merge is not None else []
+
+    def _fuses_forward(self, arch: Arch, graph: OpGraph) -> bool:
+        """Whether one kernel runs all of a GLU's forward."""
+        plan = make_plan(graph, arch, disable=self.options.disable)
+        return len(plan.steps) == 1 and [s.rule for s in plan.fused_steps] == [FORWARD_RULE]
 
     def _has_kernels(self, arch: Arch, rule: str) -> bool:
         """Whether any kernel for that fusion is declared for `arch`."""

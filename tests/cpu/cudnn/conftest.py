@@ -141,6 +141,7 @@ def _scaled(
         "alpha": dict(dim=(experts,), data_type=f32),
         "beta": dict(dim=(experts,), data_type=f32),
         "bias": dict(dim=(experts, n)),
+        "b_up": dict(dim=(experts, k, n)),
         "prob": dict(dim=(m,), data_type=f32),
         "c": dict(dim=(m, 2 * n if rule == "grouped_gemm_dglu" else n), glu_layout=interleaved),
         "d": dict(dim=(m, width)),

@@ -87,6 +87,7 @@ FORWARD: dict[str, Options] = {
 PREACTIVATION: dict[str, Options] = {
     **FORWARD,
     "COLUMN_MULTIPLE": dict(n=96),
+    "UP_WEIGHTS": dict(add=("b_up",)),
     "GLU_LAYOUT": changed("b", glu_layout=GluLayout.concatenated()),
     "C_ROUNDING": dict(add=("c",), rounding={"c_wide": BF16}),
     "C_TYPE": dict(add=("c",), **changed("c", data_type=E4M3)),

@@ -116,16 +116,21 @@ def _make_glu(
     rounding: Mapping[str, DataType] | None = None,
     layout: GluLayout | None = None,
     operands: DataType = DataType.BFLOAT16,
+    apart: bool = False,
 ) -> Problem:
     """A forward problem that every condition lets through, but for what the arguments change; `n` is a column count of
-    the activation. `roles` are added to a, b, offsets, c and d; without `rounding`, c is its own."""
+    the activation. `apart`: gate and up have weights of their own. `roles` are added to a, b, offsets, c and d; without
+    `rounding`, c is its own."""
     m = symbol("M", 128) if rows is None else rows
     bf16, f32 = DataType.BFLOAT16, DataType.FLOAT
-    layout, wide = layout or GluLayout.interleaved(32), 2 * n
+    layout = GluLayout.concatenated() if apart else layout or GluLayout.interleaved(32)
+    wide, width = 2 * n, n if apart else 2 * n
+    weights = dict(dim=(experts, k, width), data_type=operands,
+                   stride=(k * width, 1, k) if b_major == "k" else (k * width, width, 1))  # fmt: skip
     known: dict[str, dict[str, Any]] = {
         "a": dict(dim=(m, k), data_type=operands),
-        "b": dict(dim=(experts, k, wide), data_type=operands, glu_layout=layout,
-                  stride=(k * wide, 1, k) if b_major == "k" else (k * wide, wide, 1)),
+        "b": weights if apart else dict(weights, glu_layout=layout),
+        "b_up": weights,
         "offsets": dict(dim=(experts,), data_type=DataType.INT32),
         "alpha": dict(dim=(experts,), data_type=f32),
         "bias": dict(dim=(experts, wide), glu_layout=layout),
@@ -137,13 +142,14 @@ def _make_glu(
         "q_row": dict(dim=(m, n), data_type=DataType.FP8_E4M3, is_output=True),
         "q_col": dict(dim=(m, n), data_type=DataType.FP8_E4M3, is_output=True),
     }  # fmt: skip
-    asked = {"a", "b", "offsets", "c", "d", *roles} - set(without)
+    asked = {"a", "b", "offsets", "c", "d", *(("b_up",) if apart else ()), *roles} - set(without)
     specs = {}
     for uid, role in enumerate(r for r in known if r in asked):
         fields: dict[str, Any] = {"data_type": bf16, **known[role]}
         fields.setdefault("stride", contiguous_stride(fields["dim"]))
         specs[role] = replace(TensorSpec(uid=uid, name=role, **fields), **(changes or {}).get(role, {}))
-    given = {"act": act, "alpha_exponent": 1, **ACTIVATIONS[act], **(attributes or {})}
+    joined = {"join.layout": "concatenated"} if apart else {}
+    given = {"act": act, "alpha_exponent": 1, **joined, **ACTIVATIONS[act], **(attributes or {})}
     return Problem("grouped_gemm_glu", specs, given, rounding or {})
 
 

@@ -226,7 +226,11 @@ class EmulatedGlu(EmulatedFunction):
         self._demand("prob", prob, (m,), "fp32" if f.has_prob else None)
         self._demand("alpha", alpha, (experts,), "fp32" if f.has_alpha else None)
         assert offsets.dtype is torch.int32 and offsets.is_contiguous()
-        weights = self._weights(b, experts, x.shape[1], 2 * n)
+        if f.separate_up:
+            halves = (self._weights(given[name], experts, x.shape[1], n) for name in ("b", "b_up"))
+            weights = [torch.cat(both, 1) for both in zip(*halves, strict=True)]
+        else:
+            weights = self._weights(b, experts, x.shape[1], 2 * n)
         self._demand_workspace(given.get("workspace"), glu_host.workspace_bytes(f, experts), f.discrete_b)
         gate_at = gate_columns(f.glu_layout, n)
         up_at = gate_at + {"concatenated": n, "interleaved32": 32, "interleaved1": 1}[f.glu_layout]

@@ -34,7 +34,8 @@ GOLDEN: dict[str, tuple[Options, str]] = {
     ),
     "COLUMN_MULTIPLE": (
         dict(n=48),
-        "COLUMN_MULTIPLE: N = 96, requires N known to be a multiple of 64: 32 gate and 32 up columns; "
+        "COLUMN_MULTIPLE: N = 96, requires N known to be a multiple of 64: 32 gate and 32 up columns (of 32 with their "
+        "weights apart); "
         "pad the intermediate size to a multiple of 32",
     ),
     "DEPTH_MULTIPLE": (
@@ -55,6 +56,16 @@ GOLDEN: dict[str, tuple[Options, str]] = {
         dict(changes={"b": dict(stride=(1, 256, 2))}),
         "B_LAYOUT: b (2, 64, 128) with stride (1, 256, 2), requires K-major or N-major weights, the other strides "
         "multiples of 8; discrete ones packed; pass a contiguous copy",
+    ),
+    "UP_WEIGHTS": (
+        dict(apart=True, changes={"b_up": dict(stride=(64 * 64, 64, 1))}),
+        "UP_WEIGHTS: b BFLOAT16 with stride (4096, 1, 64), b_up BFLOAT16 with stride (4096, 64, 1), requires weights "
+        "of up of the gate's type and layout, both dense; pass a contiguous copy",
+    ),
+    "UP_ROUNDING": (
+        dict(apart=True, rounding={"c": BF16, "gate": BF16, "up": F16}),
+        "UP_ROUNDING: gate rounds to BFLOAT16, up rounds to HALF, requires gate and up that round where their product "
+        "does, or nowhere else; leave gate and up virtual FLOAT",
     ),
     "VECTOR_LAYOUT": (
         dict(roles=("prob",), changes={"prob": dict(stride=(2,)), "offsets": dict(data_type=I64)}),
@@ -150,6 +161,11 @@ SERVED: dict[str, Options] = {
     "most experts": dict(experts=1024),
     "a pitch": dict(changes={"a": dict(stride=(72, 1)), "c": dict(stride=(136, 1)), "d": dict(stride=(192, 1))}),
     "concatenated": dict(layout=GluLayout.concatenated()),
+    "apart": dict(apart=True),
+    "apart, n-major, a pitch": dict(apart=True, b_major="n", changes={"b_up": dict(stride=(64 * 72, 72, 1))}),
+    "apart, rounded as the product": dict(apart=True, rounding={"gate": BF16, "up": F32}),
+    "apart, not written": dict(INSIDE, apart=True, rounding={"c": BF16, "gate": BF16, "up": BF16}),
+    "apart, 32 columns": dict(apart=True, n=32),
     "interleaved by one": dict(layout=GluLayout.interleaved(1)),
     "geglu": dict(act="geglu"),
     "geglu with wide clamps": dict(act="geglu", attributes=dict(clamp_min=-3e38, clamp_max=3e38)),
@@ -180,6 +196,11 @@ DECLINED: list[tuple[str, Options]] = [
     ("B_LAYOUT", dict(changes={"b": dict(stride=(64 * 128 + 4, 1, 64))})),
     ("B_LAYOUT", dict(changes={"b": dict(stride=(128 * 68, 1, 68))})),
     ("B_LAYOUT", dict(changes={"b": dict(stride=(128 * 72, 1, 72), discrete=True)})),
+    ("COLUMN_MULTIPLE", dict(apart=True, n=48)),
+    ("UP_WEIGHTS", dict(apart=True, changes={"b_up": dict(data_type=F16)})),
+    ("UP_WEIGHTS", dict(apart=True, changes={"b": dict(discrete=True), "b_up": dict(discrete=True)})),
+    ("UP_WEIGHTS", dict(apart=True, changes={"b_up": dict(stride=(0, 1, 64))})),
+    ("UP_ROUNDING", dict(INSIDE, apart=True, rounding={"c": F32, "gate": BF16})),
     ("VECTOR_LAYOUT", dict(roles=("prob",), changes={"prob": dict(data_type=BF16)})),
     ("VECTOR_LAYOUT", dict(roles=("alpha",), changes={"alpha": dict(stride=(2,))})),
     ("ALIGNMENT", dict(changes={"d": dict(alignment=4)})),
@@ -225,6 +246,7 @@ def test_planning_imports_neither_torch_nor_the_dsl() -> None:
 FIELDS: dict[str, list[tuple[Options, Any]]] = {
     "ab_dtype": [(dict(operands=F16), "fp16")],
     "b_major": [(dict(b_major="n"), "n"), (dict(b_major="n", n=32, k=64), "n")],
+    "separate_up": [(dict(apart=True), True)],
     "discrete_b": [(dict(changes={"b": dict(discrete=True)}), True)],
     "glu_layout": [
         (dict(layout=GluLayout.concatenated()), "concatenated"),
@@ -247,7 +269,7 @@ FIELDS: dict[str, list[tuple[Options, Any]]] = {
         (dict(roles=("bias",), changes={"bias": dict(data_type=F32)}), "fp32"),
     ],
 }  # fmt: skip
-ALONG = {"alpha_exponent": {"has_alpha"}}
+ALONG = {"alpha_exponent": {"has_alpha"}, "separate_up": {"glu_layout"}}
 CASES = [(field, options, value) for field, cases in FIELDS.items() for options, value in cases]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_moe import BF16, Experts, Fused, H, I, L, Separate, Torchtitan, compiled, mm, raisings, step  # type: ignore[import-not-found]
+from plain_moe import BF16, Experts, Fused, H, I, L, Separate, SeparateSigmoid, Torchtitan, compiled, mm, raisings, step  # type: ignore[import-not-found]
 from torch.utils.checkpoint import checkpoint
 
 
@@ -35,13 +35,14 @@ class OtherRows(Experts):
 
 
 @pytest.mark.parametrize("counts, ways", [
-    ([8, 0, 12], ("activations", False)), ([40, 10, 30], ("weights", False)), ([92, 0, 8], ("weights", False)),
+    ([8, 0, 12], ("activations", False)), ([40, 10, 30], ("activations", False)), ([92, 0, 8], ("weights", False)),
     ([300, 0, 52], ("weights", True)),
 ])  # fmt: skip
 def test_gate_and_up_of_two_weights_come_together_where_that_copies_less(counts, ways, seed, assert_close):
-    """L H = 96 rows are as large as the weights, L I = 192 rows of dx; kernels find h and dh each in one tensor."""
+    """Where no kernel takes both weights. L H = 96 rows are as large as the weights, L I = 192 rows of dx; kernels find
+    h and dh each in one tensor."""
     model = Separate()
-    fast, rewriter, _ = compiled(model, replace="raised", arch="sm90")
+    fast, rewriter, _ = compiled(model, replace="raised", arch="sm90", disable=["grouped_gemm_glu"])
     got, eager = step(fast, sum(counts), counts), step(model, sum(counts), counts)
     for one, two in zip(got, eager):
         assert_close("gradient", one, two, 2e-2)
@@ -53,6 +54,32 @@ def test_gate_and_up_of_two_weights_come_together_where_that_copies_less(counts,
     assert products(rewriter, "backward") == ["grouped_matmul", "split_glu", "join_glu"]
     (backward,) = [r for r in rewriter.regions if r.part == "backward" and r.raisings]
     assert [s.kernel for s in backward.plan.steps] == ["sm90.grouped_gemm_dglu"], "and nothing is copied for it"
+
+
+@pytest.mark.parametrize("model_type", [Separate, Torchtitan, SeparateSigmoid])
+@pytest.mark.parametrize("counts, one_dgrad", [([8, 0, 12], False), ([92, 0, 8], False), ([300, 0, 52], True)])
+def test_a_kernel_that_takes_both_weights_leaves_nothing_to_copy(model_type, counts, one_dgrad, seed, assert_close):
+    """It writes h side by side for the backward. The weights are copied for dx alone, where that moves less."""
+    model = model_type()
+    fast, rewriter, _ = compiled(model, replace="raised", arch="sm90")
+    for one, two in zip(step(fast, sum(counts), counts), step(model, sum(counts), counts)):
+        assert_close("gradient", one, two, 2e-2)
+    (merge,) = rewriter.merges
+    assert (merge.copies, merge.one_dgrad) == ("nothing", one_dgrad)
+    steps = {r.part: r.plan.steps for r in rewriter.regions if r.raisings}
+    assert [s.kernel for s in steps["forward"]] == ["sm90.grouped_gemm_glu"]
+    assert {"a", "b", "b_up", "offsets", "c", "d"} == set(steps["forward"][0].buffers)
+    assert [s.kernel for s in steps["backward"]] == ["sm90.grouped_gemm_dglu"]
+
+
+def test_without_gradients_both_weights_are_taken_and_h_is_not_written(seed, assert_close):
+    model, counts, x = Separate(), torch.tensor([8, 0, 12]), torch.randn(20, H, dtype=BF16)
+    fast, rewriter, _ = compiled(model, replace="raised", arch="sm90")
+    with torch.no_grad():
+        assert_close("y", fast(x, counts), model(x, counts), 2e-2)
+    (region,) = [r for r in rewriter.regions if r.raisings]
+    assert [s.kernel for s in region.plan.steps] == ["sm90.grouped_gemm_glu"] and not rewriter.merges
+    assert {"a", "b", "b_up", "offsets", "d"} == set(region.plan.steps[0].buffers)
 
 
 def saved_shapes(model, rows, counts, **options):
