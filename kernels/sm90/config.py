@@ -116,7 +116,8 @@ def scratch_bytes(config: DgluConfig) -> int:
     return CONSUMERS * 4 * 2 * CHUNK_N * 4 if config.dbias_dtype else 0
 
 
-def _schedule_reasons(s: Schedule) -> list[str]:
+def schedule_reasons(s: Schedule) -> list[str]:
+    """Every reason why no kernel is built with this schedule, whatever it computes."""
     out = []
     if s.tile_n % CHUNK_N or not 64 <= s.tile_n <= 256:
         out.append(f"tile_n is {s.tile_n}; wgmma and the epilogue need a multiple of {CHUNK_N} from 64 to 256")
@@ -198,7 +199,7 @@ def illegal(config: DgluConfig, *, n: int | None = None, k: int | None = None) -
         out.append("column quantization needs a ping-pong schedule with tile_m 128 and cluster_n 1")
     if not (config.d_dtype or config.q_row_dtype or config.q_col_dtype):
         out.append("no gradient output: d, q_row and q_col are all absent")
-    out += _schedule_reasons(s)
+    out += schedule_reasons(s)
     if not out and smem_bytes(config) > SMEM_LIMIT:
         out.append(f"{smem_bytes(config)} bytes of shared memory; an SM gives one CTA {SMEM_LIMIT}")
     if n is not None and n % CHUNK_N:

@@ -19,7 +19,7 @@ from .config import (
     TILE_K,
     Activation,
     Schedule,
-    _schedule_reasons,
+    schedule_reasons,
 )
 
 # Bytes of one chunk in shared memory: 64 rows x 64 columns of h, 64 rows x 32 columns of the activation.
@@ -100,7 +100,7 @@ def illegal(config: GluConfig, *, n: int | None = None, k: int | None = None) ->
         out.append(f"act is {config.act.name!r}; built are {', '.join(ACTIVATIONS)}")
     if config.act.name == "situglu" and not (config.act.beta1 > 0 and config.act.beta2 > 0):
         out.append("situglu needs beta1 and beta2 above zero")
-    reasons = _schedule_reasons(s)
+    reasons = schedule_reasons(s)
     if not reasons and s.tile_n % (2 * CHUNK_N):
         reasons.append(f"tile_n is {s.tile_n}; a tile holds gate and up columns in pairs of {CHUNK_N}, so a multiple "
                        f"of {2 * CHUNK_N}")  # fmt: skip

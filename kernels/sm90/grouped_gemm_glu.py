@@ -25,10 +25,10 @@ from typing import Optional
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from . import mainloop, records, scheduler, stores
+from . import mainloop, records, roles, scheduler, stores
 from . import primitives as p
 from .config import CHUNK_N, CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS, TILE_K, WARPGROUP
 from .experts import DescribeExperts, descriptor
@@ -46,7 +46,6 @@ class GroupedGemmGlu:
         self.config = config
         s = self.schedule = config.schedule
         self.operands = GluOperands(config)
-        self.consumer_warps = 4 if s.pingpong else 4 * CONSUMERS
         self.stage_bytes = (s.tile_m + s.tile_n) * TILE_K * 2
         self.columns_a_tile = s.tile_n // 2  # of the activation
 
@@ -140,7 +139,7 @@ class GroupedGemmGlu:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        self._init_barriers(storage, warp)
+        roles.init_barriers(storage, warp, self.schedule)
         if warp == 0:
             for atom in (atom_a, atom_b, atom_up, atom_h, atom_d):
                 if cutlass.const_expr(atom is not None):
@@ -171,29 +170,7 @@ class GroupedGemmGlu:
                 self.config, storage, group, warp % 4, (atom_h, coords_h, s_h), h, (atom_d, coords_d, s_d), d, prob,
                 alpha, bias, columns,
             )  # fmt: skip
-            self._compute(storage, group, mma_first, mma, s_a, s_b, k_tiles, columns, epilogue)
-
-    @cute.jit
-    def _init_barriers(self, storage, warp: Int32):
-        s = self.schedule
-        if warp == 0:
-            with cute.arch.elect_one():
-                self._init_array(storage.ab_full, s.ab_stages, 1)
-                self._init_array(
-                    storage.ab_empty, s.ab_stages, self.consumer_warps * mainloop.sharing_ctas(s.cluster_m, s.cluster_n)
-                )
-                self._init_array(storage.rec_full, scheduler.RECORDS, 1)
-                self._init_array(storage.rec_empty, scheduler.RECORDS, self.consumer_warps)
-            cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(s.cluster_size > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    def _init_array(self, field, count: int, arrivals: int):
-        for i in range(count):
-            cute.arch.mbarrier_init(field.data_ptr() + i, arrivals)
+            roles.compute(storage, self.schedule, group, mma_first, mma, s_a, s_b, k_tiles, columns, epilogue, False)
 
     @cute.jit
     def _feed(self, storage, a, b, descriptors, offsets: cute.Tensor, rows: Int32, k_tiles: Int32, columns: Int32):
@@ -282,56 +259,3 @@ class GroupedGemmGlu:
                 )  # fmt: skip
 
         return copy
-
-    @cute.jit
-    def _compute(
-        self,
-        storage,
-        group: Int32,
-        mma_first: cute.TiledMma,
-        mma: cute.TiledMma,
-        s_a: cute.Tensor,
-        s_b: cute.Tensor,
-        k_tiles: Int32,
-        columns: Int32,
-        epilogue,
-    ):
-        """A consumer warpgroup: mainloop and epilogue of its tiles."""
-        s = self.schedule
-        thread = group * WARPGROUP if cutlass.const_expr(not s.pingpong) else Int32(0)
-        mma_slice = mma.get_slice(thread)
-        frag_a = mma.make_fragment_A(mma_slice.partition_A(s_a))
-        frag_b = mma.make_fragment_B(mma_slice.partition_B(s_b))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((s.tile_m, s.tile_n)), Float32)
-        full, empty = storage.ab_full.data_ptr(), storage.ab_empty.data_ptr()
-        shares = mainloop.shares_of_lane(s.cluster_m, s.cluster_n)
-        stage, phase, used = Int32(0), Int32(0), Int32(0)
-        tile = group if cutlass.const_expr(s.pingpong) else Int32(0)
-        stride = CONSUMERS if cutlass.const_expr(s.pingpong) else 1
-        if cutlass.const_expr(s.pingpong):
-            if group == 1:
-                stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
-                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP)
-
-        def hand_over():
-            if cutlass.const_expr(s.pingpong):
-                cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=CONSUMERS * WARPGROUP)
-
-        row, n0, end, expert = records.read(storage, tile)
-        while expert != scheduler.END:
-            epilogue.begin_tile(row, end, expert)
-            if cutlass.const_expr(s.pingpong):
-                cute.arch.barrier(barrier_id=1 + group, number_of_threads=CONSUMERS * WARPGROUP)
-            stage, phase = mainloop.multiply_tile(
-                mma_first, mma, acc, frag_a, frag_b, k_tiles, stage, phase, full, empty, s.ab_stages, shares,
-                hand_over,
-            )  # fmt: skip
-            if cutlass.const_expr(s.pingpong):
-                stage, phase = mainloop.skip_stages(stage, phase, k_tiles, s.ab_stages)
-            # A cluster's last tile in M or N may lie past the expert's rows or past the columns.
-            if row < end and n0 < columns:
-                used = epilogue.run(acc, row, n0, end, expert, used)
-            tile += stride
-            row, n0, end, expert = records.read(storage, tile)
-        # Shared memory must outlive the stores that read it.
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
