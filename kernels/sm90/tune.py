@@ -34,10 +34,10 @@ def schedule_for(config: DgluConfig, *, n: int, k: int) -> DgluConfig:
 
 def _choose(config: DgluConfig, n: int, k: int) -> Schedule:
     if config.q_col_dtype is not None:
-        # 96 columns are 2 to 5 % slower even where they divide N and 128 do not (N = 2880, 768). With two of these
-        # outputs beside the codes, 128 accumulators leave too few registers.
+        # 96 columns are 2 to 5 % slower even where they divide N and 128 do not (N = 2880, 768). Two of these outputs
+        # beside the codes, or pairs of float32, leave 128 accumulators too few registers.
         others = (config.d_dtype, config.dbias_dtype, config.activation_dtype, config.has_amax or None)
-        return P128 if others.count(None) >= 3 else P96
+        return P128 if others.count(None) >= 3 and config.d_dtype != "fp32" else P96
     if n <= 256:
         # dy is read once: both N tiles of a row block sit in one cluster. 4 % faster than 2x1 at N = 256, K = 1536.
         return P128_N

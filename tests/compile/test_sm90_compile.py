@@ -47,7 +47,15 @@ SHIPPED: dict[str, tuple[DgluConfig, int, int]] = {
     "codes small": (CODES, 768, 2048),
     "codes and d": (replace(CODES, d_dtype="bf16"), 2048, 7168),
     "codes and dbias": (replace(CODES, dbias_dtype="bf16"), 768, 2048),
-}
+    "codes and activation": (replace(CODES, activation_dtype="bf16", has_alpha=True, has_beta=True), 2048, 7168),
+    "codes and amax": (replace(CODES, has_amax=True, act=Activation("situglu")), 2880, 2880),
+    "codes and fp32 d": (replace(CODES, d_dtype="fp32", act=Activation("situglu")), 2048, 7168),
+    "column codes": (
+        replace(CODES, q_row_dtype=None, q_col_dtype="e5m2", sf_swizzled=False, glu_layout="concatenated",
+                act=Activation("geglu"), has_alpha=True, has_beta=True), 768, 2048,
+    ),
+    "row codes and d": (replace(CODES, q_col_dtype=None, d_dtype="bf16", has_amax=True, has_beta=True), 2048, 2048),
+}  # fmt: skip
 
 
 # Random legal configurations, any schedule: what `illegal` accepts compiles. 100 of them take some ten minutes.
