@@ -65,11 +65,11 @@ def vector(name: str, dtype: str, size: str, alignment: int = 4) -> Argument:
     return Argument(name, dtype, (size,), (1,), 1, alignment)
 
 
-def weights(name: str, dtype: str, major: str, discrete: bool) -> Argument:
-    """(L, K, N) weights with that contiguous axis, or the (L,) addresses of discrete ones."""
+def weights(name: str, dtype: str, major: str, discrete: bool, columns: str = "N") -> Argument:
+    """(L, K, columns) weights with that contiguous axis, or the (L,) addresses of discrete ones."""
     if discrete:
         return vector(name, "int64", "L", 8)
-    return Argument(name, dtype, ("L", "K", "N"), (None, 1, None) if major == "k" else (None, None, 1), 8, 16)
+    return Argument(name, dtype, ("L", "K", columns), (None, 1, None) if major == "k" else (None, None, 1), 8, 16)
 
 
 def memory(name: str, alignment: int = 16) -> Argument:

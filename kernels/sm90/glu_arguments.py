@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .arguments import Argument, matrix, memory, vector
+from .arguments import Argument, matrix, memory, vector, weights
 from .glu_config import GluConfig, scratch_tensors
 
 
@@ -24,8 +24,5 @@ def glu_arguments(config: GluConfig) -> tuple[Argument, ...]:
 
 
 def _weights(config: GluConfig) -> tuple[Argument, ...]:
-    if config.discrete_b:
-        return (vector("b", "int64", "L", 8),)
-    stride = (None, 1, None) if config.b_major == "k" else (None, None, 1)
     names, columns = (("b", "b_up"), "N") if config.separate_up else (("b",), "2N")
-    return tuple(Argument(name, config.ab_dtype, ("L", "K", columns), stride, 8, 16) for name in names)
+    return tuple(weights(name, config.ab_dtype, config.b_major, config.discrete_b, columns) for name in names)

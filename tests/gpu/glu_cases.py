@@ -88,6 +88,8 @@ def random_config(seed: int) -> GluConfig:
             alpha_exponent=pick([1, 2]), bias_dtype=pick([None, None, "bf16", "fp16", "fp32"]),
             schedule=pick(list(glu_tune.SHIPPED.values())),
         )  # fmt: skip
+        if config.glu_layout == "concatenated" and not config.discrete_b and r.random() < 0.5:
+            config = replace(config, separate_up=True)
         if not illegal(config):
             return config
 
