@@ -32,7 +32,7 @@ PARAMETERS: Mapping[str, Mapping[str, Sequence[float]]] = {
     "situglu": {"situ_beta1": (4.0, 1.25), "situ_beta2": (25.0, 2.0)},
 }  # fmt: skip
 CONFIGURATION_CODES = {
-    "OPERAND_TYPE", "GLU_LAYOUT", "PRODUCT_ROUNDING", "C_TYPE", "D_TYPE", "BIAS_TYPE", "LEGAL",
+    "OPERAND_TYPE", "UP_WEIGHTS", "GLU_LAYOUT", "PRODUCT_ROUNDING", "C_TYPE", "D_TYPE", "BIAS_TYPE", "LEGAL",
 }  # fmt: skip
 """Reasons that are about the configuration, so that the compiler knows of them too."""
 
@@ -56,12 +56,18 @@ def random_problem(seed: int) -> Problem:
         (GluLayout.interleaved(32), GluLayout.concatenated(), GluLayout.interleaved(1)), GluLayout.interleaved(16)
     )
     act, ab = r.choice(list(PARAMETERS)), mostly((BF16, BF16, F16), F32)
-    stride = r.choice(((2 * k * n, 1, k), (2 * k * n, 2 * n, 1)))
+    apart = r.random() < 0.3  # gate and up, with weights of their own
+    columns = n if apart else 2 * n
+    stride = r.choice(((columns * k, 1, k), (columns * k, columns, 1)))
+    b = dict(dim=(experts, k, columns), data_type=ab, stride=stride, discrete=r.random() < (0.05 if apart else 0.25))
     roles: dict[str, dict[str, Any]] = {
         "a": dict(dim=(m, k), data_type=ab),
-        "b": dict(dim=(experts, k, 2 * n), data_type=ab, stride=stride, discrete=r.random() < 0.25, glu_layout=layout),
+        "b": b | dict(glu_layout=None if apart else layout),
         "offsets": dict(dim=(experts,), data_type=DataType.INT32),
     }
+    if apart:
+        roles["b_up"] = dict(b)
+        layout = mostly((GluLayout.concatenated(),), GluLayout.interleaved(32))
     if r.random() < 0.5:
         roles["alpha"] = dict(dim=(experts,), data_type=F32)
     if r.random() < 0.4:
@@ -78,6 +84,8 @@ def random_problem(seed: int) -> Problem:
     else:
         rounding = r.choice(({"c_wide": F32}, {}, {"c_wide": BF16}))
     attributes: dict[str, Any] = {"act": act, "alpha_exponent": r.choice((1, 2))}
+    if apart:
+        attributes["join.layout"] = str(layout)
     attributes |= {name: r.choice(values) for name, values in PARAMETERS[act].items()}
     specs = {
         role: TensorSpec(uid, role, fields["dim"], fields.pop("stride", contiguous_stride(fields["dim"])),
