@@ -93,8 +93,12 @@ def test_a_graph_from_inductors_cache_runs_without_the_pass_that_made_it(seed):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor copies the two weights by code that needs g++")
-def test_gate_and_up_of_two_weights_are_copied_once_and_nothing_else_is(seed, assert_close, monkeypatch):
-    """Operands reach the op, and halves of dh reach aten, as they lie: no copy at the borders of a region."""
+@pytest.mark.parametrize("arch, copies, forward", [("sm80", "weights", 1), ("sm90", "nothing", 0)])
+def test_gate_and_up_of_two_weights_are_copied_once_and_nothing_else_is(
+    arch, copies, forward, seed, assert_close, monkeypatch
+):
+    """Not at all in a forward whose kernel takes both. Operands reach the op, and halves of dh reach aten, as they lie:
+    no copy at the borders of a region."""
     given = region_op._as_declared
 
     def same(tensor, spec, bindings):
@@ -103,15 +107,15 @@ def test_gate_and_up_of_two_weights_are_copied_once_and_nothing_else_is(seed, as
         return found
 
     monkeypatch.setattr(region_op, "_as_declared", same)
-    rewriter = Rewriter(Options.of({"replace": "raised"}))
+    rewriter = Rewriter(Options.of({"replace": "raised", "arch": arch}))
     fast = torch.compile(separate, backend=lambda gm, inputs: compile_with(rewriter, gm, inputs), fullgraph=True)
     got, codes = run_and_get_code(lambda: step(fast, 352))
     for one, two in zip(got, step(separate, 352)):
         assert_close("gradient", one, two, 2e-2)
-    assert [(m.copies, m.one_dgrad) for m in rewriter.merges] == [("weights", True)]
+    assert [(m.copies, m.one_dgrad) for m in rewriter.merges] == [(copies, True)]
     assert all(r.replaced for r in rewriter.regions)
     written = [code[code.index("def call(") :].count("cpp_fused") for code in codes]
-    assert written == [1, 2], (
+    assert written == [forward, 2], (
         "both weights, side by side; in the backward also their gradients, halves of one parameter"
     )
 
