@@ -173,3 +173,16 @@ def test_an_illegal_configuration_is_not_compiled():
 
     with pytest.raises(compiling.UnsupportedConfig, match=r"ab_dtype is 'fp32'.*cluster 2x2"):
         glu_host.compile_glu(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
+
+
+def test_what_the_compiler_fails_on_is_an_unsupported_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that does not compile is then one that policy ALL leaves out."""
+    common = pytest.importorskip("cutlass.base_dsl.common", reason="needs nvidia-cutlass-dsl")
+    from opfuse.kernels.sm90 import compiling, glu_entry, glu_host
+
+    def fails(config: GluConfig) -> None:
+        raise common.DSLRuntimeError("too many registers")
+
+    monkeypatch.setattr(glu_entry, "compile_entry", fails)
+    with pytest.raises(compiling.UnsupportedConfig, match=r"the compiler fails.*too many registers"):
+        glu_host.compile_glu(GluConfig())
