@@ -75,6 +75,8 @@ class DgluConfig:
     Tensors: dy (M, K) and b (L, K, N) of `ab_dtype`, c (M, 2N), d (M, 2N), activation (M, N), prob and dprob (M,)
     float32, alpha and beta (L,) float32, dbias (L, 2N), amax (L, 2) float32, q_* (M, 2N) 8-bit codes.
     A `*_dtype` of None and a False flag mean that the tensor is absent.
+    Swizzled row scales need offsets that are multiples of 128. With q_col every offset, and M, must be a multiple of 32
+    (128 where scales are swizzled): the caller's promise, and rows of a block that is not whole are not written.
     """
 
     ab_dtype: str = "bf16"

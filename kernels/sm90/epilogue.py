@@ -159,7 +159,8 @@ class Epilogue:
     def _pair(
         self, acc: cute.Tensor, nc: cutlass.Constexpr, warp_row: Int32, n0: Int32, end: Int32, slot: Int32, used: Int32
     ):
-        """Two chunks, 32 rows of a warp: all before `end` or none, which is the caller's promise.
+        """Two chunks, 32 rows of a warp: all before `end` or none, which is the caller's promise. A block that `end`
+        cuts is left out, so that a broken promise writes neither past a tensor nor over another expert's rows.
 
         Sums over columns leave their registers before codes need them, and meet the other warps' in both branches.
         """
@@ -167,7 +168,7 @@ class Epilogue:
         chunk = self._slot(used)
         self._wait(chunk, used)
         self._wait(chunk + 1, used)
-        if warp_row < end:
+        if warp_row + 2 * stores.WARP_ROWS <= end:
             values = []
             for block in cutlass.range_constexpr(2):
                 at = warp_row + stores.WARP_ROWS * block
