@@ -33,7 +33,7 @@ class DescribeExperts:
     @cute.kernel
     def kernel(self, atom: cute.CopyAtom, pointers: cute.Tensor, descriptors: cute.Tensor, template: cute.Tensor):
         expert = cute.arch.block_idx()[0]
-        shared = cutlass.utils.SmemAllocator().allocate_array(Int64, DESCRIPTOR_BYTES // 8, byte_alignment=128)
+        shared = cutlass.memory.SmemAllocator().allocate_array(Int64, DESCRIPTOR_BYTES // 8, byte_alignment=128)
         maps = manager()
         maps.init_tensormap_from_atom(atom, shared, 0)
         address = cute.make_ptr(template.element_type, pointers[expert], cute.AddressSpace.gmem, assumed_align=16)

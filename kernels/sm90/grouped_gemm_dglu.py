@@ -161,7 +161,7 @@ class GroupedGemmDglu:
         columns: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         chunks = CONSUMERS * self.schedule.ring_chunks
         roles.init_barriers(storage, warp, self.schedule, 1, (("c_full", chunks, 1), ("c_empty", chunks, 4)))
         if warp == 0:

@@ -138,7 +138,7 @@ class GroupedGemmGlu:
         columns: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         roles.init_barriers(storage, warp, self.schedule)
         if warp == 0:
             for atom in (atom_a, atom_b, atom_up, atom_h, atom_d):

@@ -126,11 +126,12 @@ class Quantizer:
     def _store_codes(self, tensor, words, row, end, n0) -> None:
         """Writes what `_take_codes` returned: 64 bytes a row by four lanes."""
         lane = p.fresh_lane()
-        column = self._code_column(n0, lane)
+        first = row + (lane >> 2)
+        at, step = p.row_address(tensor, first, self._code_column(n0, lane)), Int64(tensor.stride[0]) * 8
         for t, w in enumerate(words):
-            at = row + (lane >> 2) + 8 * t
             codes = [p.byte_permute(w[i], w[i + 1], half) for half in (0x5410, 0x7632) for i in (0, 2)]
-            p.store_global(p.row_address(tensor, at, column), codes, self._partial(at, end))
+            p.store_global(at, codes, self._partial(first + 8 * t, end))
+            at = at + step
 
     def _partial(self, row, end):
         """The condition under which a row is stored; None where all rows are, see `run`."""
@@ -181,15 +182,20 @@ class Quantizer:
         if blocks == 1:
             when = (at < end) & (lane < rows)
         block = column_of(config.glu_layout, n0, 0, self.columns) >> 5
-        offset = scale_offset(at, block, self.columns >> 4, config.sf_swizzled)
         base = self.sf_row.iterator.toint()
+
+        def place(column_block):
+            if not config.sf_swizzled:
+                return base + scale_offset(at, column_block, self.columns >> 4, False)
+            # The warp's rows lie in one 32-row stripe of an atom.
+            return base + scale_offset(row, column_block, self.columns >> 4, True) + Int64(mine << 4)
+
         # Interleaved, gate and up blocks are neighbours, and gate's number is even.
         if config.glu_layout == "interleaved32":
-            p.store_global_b16(base + offset, gate | (up << 8), when)
+            p.store_global_b16(place(block), gate | (up << 8), when)
         else:
-            other = scale_offset(at, block + (self.columns >> 5), self.columns >> 4, config.sf_swizzled)
-            p.store_global_b8(base + offset, gate, when)
-            p.store_global_b8(base + other, up, when)
+            p.store_global_b8(place(block), gate, when)
+            p.store_global_b8(place(block + (self.columns >> 5)), up, when)
 
     def _scale_columns(self, areas, row, n0, lane) -> None:
         """Two neighbouring columns a lane: lane bits are (side, m, q, q, j%2), the columns 16*m + 8*(j%2) + 2*q."""
@@ -201,13 +207,21 @@ class Quantizer:
         pair = [scale_of(largest([part[i] for part in parts]), config.q_col_dtype) for i in (0, 1)]
         factors = areas["column factors"] + (side << 7) + (q << 5) + (m << 4) + (odd << 3)
         p.store_shared_v2(factors, [factor for _, factor in pair])
-        column = column_of(config.glu_layout, n0 + 16 * m + 8 * odd + 2 * q, side, self.columns)
         base, (one, two) = self.sf_col.iterator.toint(), (byte for byte, _ in pair)
+        within = 16 * m + 8 * odd + 2 * q
         if config.sf_swizzled:
-            offset = base + scale_offset(column, row >> 5, (self.rows + 31) >> 5, True)
+            # 32 columns of a side are one stripe of an atom; interleaved, gate's and up's are neighbours.
+            blocks = (self.rows + 31) >> 5
+            first = scale_offset(column_of(config.glu_layout, n0, 0, self.columns), row >> 5, blocks, True)
+            if config.glu_layout == "interleaved32":
+                offset = base + first + Int64((within << 4) + (side << 2))
+            else:
+                second = scale_offset(column_of(config.glu_layout, n0, 1, self.columns), row >> 5, blocks, True)
+                offset = base + p.select(side == 0, first, second) + Int64(within << 4)
             p.store_global_b8(offset, one)
             p.store_global_b8(offset + 16, two)
         else:
+            column = column_of(config.glu_layout, n0 + within, side, self.columns)
             offset = base + scale_offset(row >> 5, column, self.columns * 2, False)
             p.store_global_b16(offset, one | (two << 8))
 

@@ -122,7 +122,7 @@ class Finish:
         cute.arch.griddepcontrol_wait()
         thread = cute.arch.thread_idx()[0]
         block = cute.arch.block_idx()[0]
-        shared = cutlass.utils.SmemAllocator().allocate_array(Float32, FINISH_THREADS * 2)
+        shared = cutlass.memory.SmemAllocator().allocate_array(Float32, FINISH_THREADS * 2)
         if block < row_blocks:
             if cutlass.const_expr(dprob is not None):
                 self._rows(offsets, dprob_parts, dprob, block * FINISH_THREADS + thread, rows)

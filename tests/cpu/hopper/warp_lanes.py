@@ -48,6 +48,7 @@ class Rows:
 
     def __init__(self, buffer: np.ndarray, pitch: int = 0) -> None:
         self.buffer, self.pitch, self.iterator = buffer.reshape(-1), pitch, self
+        self.stride = (pitch, 1)
 
     def toint(self) -> Place:
         return Place(self.buffer)
