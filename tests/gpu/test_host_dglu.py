@@ -157,7 +157,7 @@ def test_host_time(name: str, record_property: Record) -> None:
     given = {("dy" if role == "a" else role): pack[role] for role in ("a", "b", "offsets", "c", "prob", "d", "dprob")}
     calls = {
         "execute": lambda: graph.execute(pack, workspace),
-        "launch": lambda: host.launch(config, workspace=workspace, **given),
+        "launch": host.prepare(config, {**given, "workspace": workspace}),
     }
     middle, late = host_microseconds(calls[name])
     record_property(f"{name}_host_us", {"p50": round(middle, 2), "p90": round(late, 2)})

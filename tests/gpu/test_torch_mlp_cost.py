@@ -23,6 +23,7 @@ from mlp_problems import (  # type: ignore[import-not-found]
     without_grad,
 )
 from opfuse.graph_ops import DataType, Graph
+from opfuse.graph_ops.torch.compile import backend
 from opfuse.graph_ops.torch.graphs import GRAPHS
 from opfuse.kernels.torch_ops import uncovered
 
@@ -180,7 +181,7 @@ def test_c104_c106_torch_compile_with_our_backend() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = PlainExperts(4, 128, 128)
-    fast = torch.compile(model, backend="opfuse", fullgraph=True, dynamic=True)
+    fast = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
     for counts in ((70, 0, 129, 41), (64, 64, 64, 64), (1, 300, 0, 2), (0, 0, 0, 8)):
         x = torch.randn(sum(counts), 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         tokens, dy, found = torch.tensor(counts, device=DEVICE), torch.randn_like(x), []
