@@ -152,7 +152,15 @@ def unbuilt(problem: Problem) -> list[str]:
 def launches(problem: Problem) -> int:
     """Launches of one run: the kernel, one that adds partials up; for separate experts the copy of their addresses and
     the launch that makes descriptors of them."""
-    return 1 + finishes(configuration(problem)) + 2 * problem["b"].discrete
+    return 1 + _adds_up(problem) + 2 * problem["b"].discrete
+
+
+def _adds_up(problem: Problem) -> bool:
+    """Whether partials are added up: not those of dprob alone where one tile has every column, and writes dprob."""
+    config = scheduled(problem)
+    if config.has_amax or config.dbias_dtype is not None:
+        return True
+    return finishes(config) and typical(extents(problem)[2]) > config.schedule.tile_n
 
 
 def typical(extent: Dim) -> int:

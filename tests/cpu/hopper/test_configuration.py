@@ -153,12 +153,18 @@ def test_symbols_fall_into_the_tables_middle_class(make_problem) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (dict(), 2),  # dprob's partials are added up
-        (dict(without=("dprob",)), 1),
+        (dict(n=256), 2),  # dprob's partials are added up
+        (dict(n=128), 1),  # one tile, which writes dprob
+        (dict(n=symbol("N", 32)), 2),
+        (dict(n=2048, without=("dprob",)), 1),
         (dict(without=("dprob",), roles=("dbias",)), 2),
+        (dict(without=("dprob",), roles=("amax",)), 2),
         (dict(roles=("dbias", "amax", "q_row", "q_col", "activation")), 2),
+        (dict(n=128, roles=("q_col", "dbias", "activation")), 2),
+        (dict(n=96, roles=("q_col", "activation")), 1),
+        (dict(n=128, without=("d",), roles=("q_row", "q_col", "activation")), 1),
         (dict(without=("dprob",), changes={"b": dict(discrete=True)}), 2 + 1),  # descriptors, addresses
-        (dict(changes={"b": dict(discrete=True)}), 3 + 1),
+        (dict(n=256, changes={"b": dict(discrete=True)}), 3 + 1),
     ],
 )
 def test_launches(make_problem, entry, options: Options, expected: int) -> None:
