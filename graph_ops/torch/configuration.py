@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..ir.dtypes import DATA_TYPES, DataType
+from ..ir.dtypes import DataType
 from ..ir.errors import VariantPackError
 from ..ir.layouts import GluLayout
 from ..ir.nodes.glu import ACTIVATION_PARAMETERS
@@ -240,9 +240,3 @@ def _check_types(
     if prob is not None and prob.dtype is not torch.float32:
         raise VariantPackError("DATA_TYPE", asked="probs of an expert MLP", seen=prob.dtype, required=torch.float32,
                                hint="probs.float(): their gradient is a sum in float32")  # fmt: skip
-
-
-def torch_type(data_type: DataType) -> torch.dtype:
-    """The torch type that stores `data_type`."""
-    found: torch.dtype = getattr(torch, DATA_TYPES[data_type].torch_name)
-    return found

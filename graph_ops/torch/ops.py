@@ -40,7 +40,6 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 ALIGNMENT = 16
 """Bytes to which fused kernels want data pointers aligned. A call with a tensor that is not has graphs of its own."""
 
-
 _NO_ACTIVATION = ("swiglu", (), "concatenated")
 """Stands for the activation's choices where a graph has none."""
 
@@ -111,25 +110,6 @@ def _run_forward(x: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: t
     )
 
 
-def _run_backward(dy: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, prob: Optional,
-                  saved: dict[str, Optional], recipe: str, allow_tail: bool, choices: Sequence[Any],
-                  dx: bool, dw1: bool, dw2: bool, dprob: bool) -> Gradients:  # fmt: skip
-    dy, dense1, dense2 = dy.contiguous(), _dense(w1), _dense(w2)
-    prob = None if prob is None else prob.contiguous()
-    config = _config(dy, offsets, dense1, dense2, prob, recipe, allow_tail, choices, tuple(saved.values()))
-    has_act = any(saved.get(name) is not None for name in ("act", "act_codes"))
-    found: dict[str, torch.Tensor] = {}
-    if dx or dw1 or dw2 or dprob:
-        given = {**saved, "dy": dy, "w1": dense1, "w2": dense2, "prob": prob, "offsets": offsets.contiguous()}
-        found = dict(graph_of(Backward(config, dx, dw1, dw2, dprob, has_act))(given))
-    return (
-        found.get("dx", _empty(dy)),
-        _as_weight(found["dw1"], dense1) if dw1 else _empty(dy),
-        _as_weight(found["dw2"], dense2) if dw2 else _empty(dy),
-        found.get("dprob", _empty(dy, torch.float32)),
-    )
-
-
 def _as_weight(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """What a graph wrote, with the axes of the weight."""
     return gradient.transpose(1, 2) if inputs_first(weight.stride()) else gradient
@@ -140,16 +120,6 @@ def _fake_gradient(like: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if inputs_first(weight.stride()):
         return like.new_empty(experts, inputs, outputs).transpose(1, 2)
     return like.new_empty(experts, outputs, inputs)
-
-
-def _fake_backward(dy: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, dx: bool, dw1: bool, dw2: bool, dprob: bool
-                   ) -> Gradients:  # fmt: skip
-    return (
-        dy.new_empty(dy.shape) if dx else _empty(dy),
-        _fake_gradient(dy, w1) if dw1 else _empty(dy),
-        _fake_gradient(dy, w2) if dw2 else _empty(dy),
-        dy.new_empty(dy.shape[0], dtype=torch.float32) if dprob else _empty(dy, torch.float32),
-    )
 
 
 # ---------------------------------------------------------------------- the ops
@@ -347,13 +317,24 @@ def _mxfp8_backward(dy: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w
                     x_codes: Optional, x_scales: Optional, h: Optional, act_codes: Optional, act_scales: Optional,
                     act: str, activation_parameters: Sequence[float], glu_layout: str, multiple_of: int,
                     allow_tail: bool, dx: bool, dw1: bool, dw2: bool, dprob: bool) -> Gradients:  # fmt: skip
-    saved = {"h": h}
+    saved: dict[str, Optional] = {"h": h}
     for name, kind, stored in (("x_codes", torch.float8_e4m3fn, x_codes), ("x_scales", torch.float8_e8m0fnu, x_scales),
                                ("act_codes", torch.float8_e4m3fn, act_codes),
                                ("act_scales", torch.float8_e8m0fnu, act_scales)):  # fmt: skip
         saved[name] = None if stored is None else stored.view(kind)
     choices = (act, activation_parameters, glu_layout, multiple_of)
-    return _run_backward(dy, offsets, w1, w2, prob, saved, MXFP8, allow_tail, choices, dx, dw1, dw2, dprob)
+    dy, w1, w2, prob = dy.contiguous(), _dense(w1), _dense(w2), None if prob is None else prob.contiguous()
+    config = _config(dy, offsets, w1, w2, prob, MXFP8, allow_tail, choices, tuple(saved.values()))
+    found: dict[str, torch.Tensor] = {}
+    if dx or dw1 or dw2 or dprob:
+        given = {**saved, "dy": dy, "w1": w1, "w2": w2, "prob": prob, "offsets": offsets.contiguous()}
+        found = dict(graph_of(Backward(config, dx, dw1, dw2, dprob, has_act=act_codes is not None))(given))
+    return (
+        found.get("dx", _empty(dy)),
+        _as_weight(found["dw1"], w1) if dw1 else _empty(dy),
+        _as_weight(found["dw2"], w2) if dw2 else _empty(dy),
+        found.get("dprob", _empty(dy, torch.float32)),
+    )
 
 
 grouped_mlp_mxfp8_backward = torch.library.custom_op(
@@ -368,7 +349,12 @@ def _(dy: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tenso
       x_codes: Optional, x_scales: Optional, h: Optional, act_codes: Optional, act_scales: Optional,
       act: str, activation_parameters: Sequence[float], glu_layout: str, multiple_of: int,
       allow_tail: bool, dx: bool, dw1: bool, dw2: bool, dprob: bool) -> Gradients:  # fmt: skip
-    return _fake_backward(dy, w1, w2, dx, dw1, dw2, dprob)
+    return (
+        dy.new_empty(dy.shape) if dx else _empty(dy),
+        _fake_gradient(dy, w1) if dw1 else _empty(dy),
+        _fake_gradient(dy, w2) if dw2 else _empty(dy),
+        dy.new_empty(dy.shape[0], dtype=torch.float32) if dprob else _empty(dy, torch.float32),
+    )
 
 
 # ---------------------------------------------------------------------- derivatives
@@ -408,8 +394,8 @@ def _fc2_derivative(ctx: Any, dy: Optional) -> tuple[Optional, ...]:
     if dy is None:
         return (None,) * 11
     offsets, w2, prob, h, act_rows = ctx.saved_tensors
-    wants_dh, _, _, *wants = ctx.needs_input_grad[:5]
-    asked = (wants_dh, *wants)
+    wants_dh, _, _, wants_dw2, wants_dprob, *_ = ctx.needs_input_grad
+    asked = (wants_dh, wants_dw2, wants_dprob)
     dh, dw2, dprob = (
         gradient if wanted else None
         for gradient, wanted in zip(
