@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ Loaded = TypeVar("Loaded")
 
 ENVIRONMENT_VARIABLE = "OPFUSE_CACHE_DIR"
 BUILDING = ".building-"
+COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")  # of the kernels under sm90
 LOCK_TIMEOUT_SECONDS = 600.0  # a compile takes seconds; a lock held this long belongs to a process that hangs
 
 
@@ -67,6 +69,11 @@ def source_digest(files: Iterable[Path]) -> str:
         state.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         state.update(file.read_bytes())
     return state.hexdigest()
+
+
+def compiler_versions() -> dict[str, str]:
+    """The versions of COMPILERS, for a key. Raises ImportError where one is not installed."""
+    return {name: metadata.version(name) for name in COMPILERS}
 
 
 def default_folder() -> Path:

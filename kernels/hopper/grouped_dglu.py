@@ -13,7 +13,7 @@ from ..problem import Problem
 from ..sm90 import host
 from ..sm90.arguments import dglu_arguments
 from ..sm90.config import DgluConfig
-from .launched import COMPILERS, Launched, _origin, cached, kernel_cache
+from .launched import Launched, cached, kernel_cache
 from .support import extents, scheduled
 
 KERNEL = "sm90.grouped_gemm_dglu"
@@ -55,4 +55,4 @@ def build(problem: Problem, device: Any, variant: str | None = None) -> GroupedD
     return GroupedDglu(problem, torch.device(device), scheduled(problem, variant))
 
 
-__all__ = ["COMPILERS", "KERNEL", "GroupedDglu", "_origin", "build", "compiled", "kernel_cache", "scheduled"]
+__all__ = ["KERNEL", "GroupedDglu", "build", "compiled", "kernel_cache", "scheduled"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from ...graph_ops.ir.dims import evaluate
 from ..addresses import AddressArrays
-from ..cache import CacheKey, KernelCache, source_digest
+from ..cache import CacheKey, KernelCache, compiler_versions, source_digest
 from ..problem import Problem
 from ..sm90 import compiling, launching
 from ..sm90 import config as sm90_config
@@ -22,7 +21,6 @@ from ..streams import current_stream
 from . import support
 
 SOURCES = Path(sm90_config.__file__).parent
-COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
 WORKSPACE_ALIGNMENT = 256
 
 Buffer = torch.Tensor | Sequence[torch.Tensor]
@@ -38,15 +36,15 @@ def kernel_cache() -> KernelCache:
 
 
 @functools.cache
-def _origin() -> tuple[str, dict[str, str]]:
-    """(digest of the kernels' sources, versions of what compiles them)."""
-    return source_digest(SOURCES.glob("*.py")), {name: metadata.version(name) for name in COMPILERS}
+def origin() -> tuple[str, dict[str, str]]:
+    """(digest of the kernels' sources, versions of what compiles them), as they were when first asked for."""
+    return source_digest(SOURCES.glob("*.py")), compiler_versions()
 
 
 def cached(kernel: str, config: Any, compile_config: Callable[[Any], Any], cache: KernelCache) -> Any:
     """The function of a kernel's configuration, from `cache` or compiled into it. Raises ImportError without the
     DSL."""
-    sources, versions = _origin()
+    sources, versions = origin()
     key = CacheKey(kernel, "sm90a", sources, versions, config.as_dict())
 
     def compile_to(path: Path) -> None:

@@ -10,18 +10,16 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..cache import CacheKey, KernelCache, source_digest
+from ..cache import CacheKey, KernelCache, compiler_versions, source_digest
 from .rows import counts, outside
 
 KERNEL = "sm90.zero_uncovered"
 SOURCE = Path(__file__).parents[1] / "sm90" / "uncovered.py"
-COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
 CAPABILITY = (9, 0)
 WORD_BYTES = 8
 
@@ -77,8 +75,7 @@ def _load(by_expert: bool) -> Callable[..., Any] | None:
 def _loaded(by_expert: bool) -> Callable[..., Any] | None:
     """The compiled kernel, from the cache on disk or into it; None without the packages of the extra `cuda`."""
     try:
-        versions = {name: metadata.version(name) for name in COMPILERS}
-        key = CacheKey(KERNEL, "sm90a", source_digest([SOURCE]), versions, {"by_expert": by_expert})
+        key = CacheKey(KERNEL, "sm90a", source_digest([SOURCE]), compiler_versions(), {"by_expert": by_expert})
         return KernelCache().get(key, functools.partial(_compile_to, by_expert), _load_from)
     except ImportError:
         return None

@@ -4,6 +4,7 @@ and the kernel emulated behind its real host code."""
 from __future__ import annotations
 
 import importlib.util
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -208,3 +209,18 @@ def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
     emulation.EXPERTS.clear()
     yield made
+
+
+@pytest.fixture
+def seen(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What emulated functions were launched with, by name, in place of running them."""
+    calls: list[dict[str, Any]] = []
+    for function in (emulation.Emulated, emulation.EmulatedGlu):
+        monkeypatch.setattr(function, "__call__", lambda self, *words: calls.append(self.tensors(words)))
+    return calls
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh one; tests that draw from it name it when they fail."""
+    return random.randrange(2**31)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import random
 import sys
 import threading
 import weakref
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from opfuse.graph_ops import VariantPackError
-from opfuse.kernels.hopper import grouped_dglu, support
+from opfuse.kernels.hopper import grouped_dglu, launched, support
 from opfuse.kernels.sm90 import host
 from opfuse.kernels.sm90.config import DgluConfig
 
@@ -49,11 +48,6 @@ def gpu(emulation: ModuleType, emulated: list[Any], monkeypatch: pytest.MonkeyPa
     kept = module.separate  # type: ignore[attr-defined]
     monkeypatch.setattr(module, "separate", lambda b: emulation.keep(kept(b)))
     yield module
-
-
-@pytest.fixture
-def seed() -> int:
-    return random.randrange(2**31)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -214,14 +208,6 @@ def buffers_of(problem: Any, rows: int) -> dict[str, Any]:
         role: torch.zeros(t.shape({"M": rows}), dtype=getattr(torch, t.data_type.info.torch_name))
         for role, t in problem.tensors.items()
     }
-
-
-@pytest.fixture
-def seen(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the function was launched with, by name, in place of running it."""
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(emulation.Emulated, "__call__", lambda self, *words: calls.append(self.tensors(words)))
-    return calls
 
 
 def test_roles_reach_their_arguments(emulated: list[Any], seen: list[dict[str, Any]], make_problem: Any) -> None:
@@ -387,7 +373,7 @@ def test_a_build_without_the_dsl_is_an_import_error(
     from opfuse.kernels.cache import KernelCache
 
     monkeypatch.setattr(grouped_dglu, "kernel_cache", lambda: KernelCache(tmp_path))
-    monkeypatch.setattr(grouped_dglu, "_origin", lambda: ("0" * 64, {}))
+    monkeypatch.setattr(launched, "origin", lambda: ("0" * 64, {}))
     for name in [m for m in sys.modules if m == "cutlass" or m.startswith("cutlass.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cutlass", None)

@@ -4,7 +4,6 @@ host code are the real ones, and only the compiled function is emulated. The cas
 from __future__ import annotations
 
 import importlib.util
-import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,11 +47,6 @@ def gpu(emulation: ModuleType, emulated: list[Any], monkeypatch: pytest.MonkeyPa
     yield GLU
 
 
-@pytest.fixture
-def seed() -> int:
-    return random.randrange(2**31)
-
-
 @pytest.mark.parametrize("name", GLU.CASES)
 def test_planned_on_sm90_equals_unfused_and_float64(gpu: Any, emulated: list[Any], name: str, seed: int) -> None:
     gpu.check(gpu.CASES[name], seed)
@@ -85,14 +79,6 @@ def buffers_of(problem: Any, rows: int) -> dict[str, Any]:
         role: torch.zeros(t.shape({"M": rows}), dtype=getattr(torch, t.data_type.info.torch_name))
         for role, t in problem.tensors.items()
     }
-
-
-@pytest.fixture
-def seen(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the function was launched with, by name, in place of running it."""
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(emulation.EmulatedGlu, "__call__", lambda self, *words: calls.append(self.tensors(words)))
-    return calls
 
 
 def test_roles_reach_their_arguments(emulated: list[Any], seen: list[Any], make_glu_problem: Any) -> None:

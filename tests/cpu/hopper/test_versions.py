@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from opfuse.graph_ops import environment
-from opfuse.kernels.cache import KernelCache
-from opfuse.kernels.hopper import grouped_dglu, support
+from opfuse.kernels.cache import COMPILERS, KernelCache
+from opfuse.kernels.hopper import grouped_dglu, launched, support
 from opfuse.kernels.sm90 import compiling, host
 
 
@@ -26,23 +26,23 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(host, "compile_dglu", compile_dglu)
     monkeypatch.setattr(compiling, "export_object", str.encode)
     monkeypatch.setattr(compiling, "load_object", bytes.decode)
-    grouped_dglu._origin.cache_clear()
+    launched.origin.cache_clear()
     yield made
-    grouped_dglu._origin.cache_clear()
+    launched.origin.cache_clear()
 
 
-@pytest.mark.parametrize("package", grouped_dglu.COMPILERS)
+@pytest.mark.parametrize("package", COMPILERS)
 def test_c83_another_compiler_compiles_again(
     make_problem: Any, compiles: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     """A daily build of the DSL never gets what the release before it compiled, and the release gets its own back."""
-    installed = dict.fromkeys(grouped_dglu.COMPILERS, "4.8.1")
+    installed = dict.fromkeys(COMPILERS, "4.8.1")
     monkeypatch.setattr(metadata, "version", installed.__getitem__)
     config = support.scheduled(make_problem())
 
     def built(version: str) -> int:
         installed[package] = version
-        grouped_dglu._origin.cache_clear()  # as in a new process
+        launched.origin.cache_clear()  # as in a new process
         found = grouped_dglu.compiled(config, KernelCache(tmp_path))
         assert found == installed["nvidia-cutlass-dsl"]
         return len(compiles)
@@ -52,9 +52,9 @@ def test_c83_another_compiler_compiles_again(
 
 
 def test_c83_env_tells_every_version_of_the_key() -> None:
-    assert set(grouped_dglu.COMPILERS) <= set(environment.PACKAGES)
+    assert set(COMPILERS) <= set(environment.PACKAGES)
     told = environment.collect()["packages"]
-    for name in (*grouped_dglu.COMPILERS, "nvidia-cudnn-frontend"):
+    for name in (*COMPILERS, "nvidia-cudnn-frontend"):
         try:
             assert told[name] == metadata.version(name)
         except metadata.PackageNotFoundError:
