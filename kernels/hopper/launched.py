@@ -97,8 +97,8 @@ class Launched:
         return self._kernel_bytes(bindings) + 8 * self._experts * self._discrete
 
     def run(self, buffers: Mapping[str, Buffer], workspace: torch.Tensor | None, bindings: Mapping[str, int]) -> None:
-        """Launches on torch's current stream. Rows outside every group become zero in every output but scales; scales
-        of such rows, and the padding of scales, are not written."""
+        """Launches on torch's current stream. Rows outside every group become zero in every output but scales: those of
+        such rows, and padding, are not written, unless the kernel `zeroes_scales`."""
         tensors = self._tensors(buffers, workspace)
         if self._discrete and not isinstance(buffers["b"], torch.Tensor):
             assert workspace is not None
