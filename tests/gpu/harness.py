@@ -139,7 +139,7 @@ def oracle(config: DgluConfig, t: dict) -> dict:
 def relative(out: torch.Tensor, ref: np.ndarray) -> float:
     """||out - ref|| / ||ref||; infinite on NaN."""
     got = out.double().cpu().numpy()
-    error = np.linalg.norm(got - ref) / max(np.linalg.norm(ref), 1e-30)
+    error = np.linalg.norm(got - ref) / max(float(np.linalg.norm(ref)), 1e-30)
     return float(error) if np.isfinite(error) else float("inf")
 
 
@@ -186,7 +186,7 @@ def check_quantized(config, t, side, dtype, total, ref, errors, bad) -> None:
     each = scales.repeat_interleave(32, dim=1 if side == "row" else 0)
     value = (decode(codes.cpu(), kind) * decode_e8m0(each.cpu())).numpy()
     noise = np.linalg.norm(value - ref)
-    sqnr = float(20 * np.log10(np.linalg.norm(ref) / max(noise, 1e-30))) if np.isfinite(noise) else 0.0
+    sqnr = float(20 * np.log10(np.linalg.norm(ref) / max(float(noise), 1e-30))) if np.isfinite(noise) else 0.0
     errors[f"{side} SQNR"] = sqnr
     # E4M3 keeps 3 mantissa bits, E5M2 2: 6 dB less.
     if sqnr < (27 if dtype == "e4m3" else 21):
