@@ -28,15 +28,15 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-MENDED_SINCE = {
+CHANGED_SINCE = {
     "test_host_dglu.py::test_host_time[launch]": "timed host.launch, which checks its tensors each time, and not the "
     "launch alone",
     "test_torch_mlp_cost.py::test_c104_c106_torch_compile_with_our_backend": "asked for the backend by its entry "
     "point, which only an installed package has",
     "test_torch_compile.py::test_never_slower_nor_larger_than_inductor[concatenated]": "timed the host together with "
-    "the GPU, beside three other test processes",
+    "the GPU, beside three other test processes: 2.29 ms against Inductor's 2.10; alone it is not known",
 }
-"""Tests that failed in the recorded run by a fault of their own, and what it was. Empty after the next run."""
+"""Tests that failed in the recorded run and were changed since, and why. Empty after the next run."""
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -46,7 +46,7 @@ def test_the_record_is_of_these_sources(record: str) -> None:
     assert content["source"] == sources()
     if "counts" in content:
         assert set(content["counts"]) <= {"passed", "skipped", "failed"}, content["not_passed"]
-        assert set(content["not_passed"].get("failed", ())) == set(MENDED_SINCE)
+        assert set(content["not_passed"].get("failed", ())) == set(CHANGED_SINCE)
         assert content["random_configurations"]["test_sm90_dglu.py"] == 200
         assert all(content["sanitizer"][tool].startswith("0 ") for tool in ("memcheck", "racecheck"))
     else:
