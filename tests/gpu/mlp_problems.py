@@ -6,7 +6,7 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,15 @@ def poison_free_memory() -> None:
     sizes = [2**n for n in (7, 10, 12, 14, 16, 18, 20, 22) for _ in range(6)]
     held = [torch.full((size,), float("nan"), device=DEVICE) for size in sizes]
     del held
+
+
+@pytest.fixture(autouse=True)
+def fresh_data() -> Iterator[None]:
+    """Random data from this run's seed, over poisoned memory; waiting for the GPU is allowed again afterwards."""
+    torch.manual_seed(SEED)
+    poison_free_memory()
+    yield
+    torch.cuda.set_sync_debug_mode("default")
 
 
 def check(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float, case: Case) -> None:

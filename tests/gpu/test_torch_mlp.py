@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,8 @@ from mlp_problems import (  # type: ignore[import-not-found]
     USUAL,
     arguments_of,
     check,
+    fresh_data,
     mlp_kernels,
-    poison_free_memory,
     relative,
     without_grad,
 )
@@ -30,16 +29,7 @@ from opfuse.graph_ops.torch.graphs import GRAPHS
 from opfuse.graph_ops.torch.routing import combine, dispatch, route
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-__all__ = ["mlp_kernels"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_data() -> Iterator[None]:
-    """Random data from this run's seed, over poisoned memory; waiting for the GPU is allowed again afterwards."""
-    torch.manual_seed(SEED)
-    poison_free_memory()
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+__all__ = ["fresh_data", "mlp_kernels"]
 
 
 # ---------------------------------------------------------------------- numbers

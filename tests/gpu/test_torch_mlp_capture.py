@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from mlp_problems import (  # type: ignore[import-not-found]
     USUAL,
     Case,
     Problem,
+    fresh_data,
     mlp_kernels,
-    poison_free_memory,
     relative,
 )
 from opfuse.graph_ops import OpfuseError
@@ -25,16 +25,7 @@ from opfuse.graph_ops.torch import GroupedMLP
 from opfuse.graph_ops.torch.routing import combine, dispatch, route, row_probs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-__all__ = ["mlp_kernels"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_data() -> Iterator[None]:
-    """Random data from this run's seed, over poisoned memory; waiting for the GPU is allowed again afterwards."""
-    torch.manual_seed(SEED)
-    poison_free_memory()
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+__all__ = ["fresh_data", "mlp_kernels"]
 
 
 @pytest.mark.parametrize("name", UNDISTURBED)
