@@ -14,6 +14,7 @@ from .cudnn import block_scaled as cudnn_block_scaled
 from .cudnn import forward as cudnn_forward
 from .cudnn import knobs as cudnn_knobs
 from .cudnn import support as cudnn_support
+from .hopper import dglu_support as hopper_dglu_support
 from .hopper import glu_support as hopper_glu_support
 from .hopper import support as hopper_support
 from .problem import Problem
@@ -91,13 +92,13 @@ KERNELS: tuple[KernelEntry, ...] = (
         rule="grouped_gemm_dglu",
         doc="our grouped GEMM + dGLU for Hopper: dense or discrete weights, every activation, dbias, amax, MXFP8 codes",
         arches=hopper_support.ARCHES,
-        conditions=hopper_support.DGLU,
+        conditions=hopper_dglu_support.DGLU,
         module=f"{__package__}.hopper.grouped_dglu",
         evidence="measured",
         requires_packages=_HOPPER_PACKAGES,
         deterministic=True,
-        launches=hopper_support.launches,
-        variants=hopper_support.variants,
+        launches=hopper_dglu_support.launches,
+        variants=hopper_dglu_support.variants,
         zeroes_rows=True,
     ),
     KernelEntry(

@@ -22,8 +22,8 @@ import torch
 from kernel_benchmark import Call, KernelBenchmark, Shape, Tensors, main, quack_configs, randn
 from opfuse.graph_ops import DataType, GluLayout, Graph
 from opfuse.kernels.hopper import grouped_dglu
-from opfuse.kernels.sm90 import host, tune
-from opfuse.kernels.sm90.config import DgluConfig
+from opfuse.kernels.sm90 import dglu_host, dglu_tune
+from opfuse.kernels.sm90.dglu_config import DgluConfig
 
 FUSED = DgluConfig(has_prob=True, has_dprob=True)
 
@@ -90,26 +90,26 @@ class DgluBenchmark(KernelBenchmark):  # type: ignore[misc]
         return 2 * M * I * H, 2 * (read + written)
 
     def scheduled(self, config: DgluConfig, shape: Shape) -> DgluConfig:
-        return tune.schedule_for(config, n=shape.I, k=shape.H)
+        return dglu_tune.schedule_for(config, n=shape.I, k=shape.H)
 
     def compiled(self, config: DgluConfig) -> Any:
         return grouped_dglu.compiled(config, grouped_dglu.kernel_cache())
 
     def launcher(self, config: DgluConfig, inputs: Tensors, shape: Shape) -> Call:
         _, L, M, _, I = shape
-        host.install(config, self.compiled(config))
+        dglu_host.install(config, self.compiled(config))
         out = {"dprob": torch.empty(M, device="cuda")}
         if config.d_dtype:
             out["d"] = torch.empty(M, 2 * I, device="cuda", dtype=torch.bfloat16)
         if config.dbias_dtype:
             out["dbias"] = torch.empty(L, 2 * I, device="cuda", dtype=torch.bfloat16)
-        for side, size in host.scale_bytes(config, M, I).items():
+        for side, size in dglu_host.scale_bytes(config, M, I).items():
             if getattr(config, f"q_{side}_dtype"):
                 out[f"q_{side}"] = torch.empty(M, 2 * I, device="cuda", dtype=torch.uint8)
                 out[f"sf_{side}"] = torch.zeros(size, device="cuda", dtype=torch.uint8)
-        out["workspace"] = torch.empty(host.workspace_bytes(config, L, M, I), device="cuda", dtype=torch.uint8)
+        out["workspace"] = torch.empty(dglu_host.workspace_bytes(config, L, M, I), device="cuda", dtype=torch.uint8)
         given: dict[str, Any] = {**inputs, **out}
-        return lambda offsets: host.launch(config, offsets=offsets, **given)
+        return lambda offsets: dglu_host.launch(config, offsets=offsets, **given)
 
     def declare(self, graph: Graph, shape: Shape) -> None:
         _, L, M, H, I = shape

@@ -19,10 +19,15 @@ from ..sm90.config import GLU_LAYOUTS
 from ..sm90.glu_config import GluConfig, illegal
 from ..sm90.glu_tune import SHIPPED, candidates, schedule_for
 from .support import (
+    ACT_PARAMETERS,
+    B_LAYOUT,
     CONTIGUOUS,
-    DGLU,
+    DEPTH_MULTIPLE,
     DTYPE_NAMES,
+    EXPERTS,
     LAYOUT_NAMES,
+    OPERAND_TYPE,
+    POINTERS,
     ROW_PITCH,
     activation,
     b_major,
@@ -155,25 +160,21 @@ def _same_weights(problem: Problem) -> bool:
     return same and not gate.discrete and not up.discrete
 
 
-def _shared(*codes: str) -> tuple[Condition, ...]:
-    by_code = {condition.code: condition for condition in DGLU}
-    return tuple(by_code[code] for code in codes)
-
-
 GLU: tuple[Condition, ...] = (
-    *_shared("OPERAND_TYPE"),
+    OPERAND_TYPE,
     Condition(
         "COLUMN_MULTIPLE", "N known to be a multiple of 64: 32 gate and 32 up columns (of 32 with their weights apart)",
         lambda p, a: f"N = {extents(p)[2]}", lambda p, a: _columns_fit(p),
         "pad the intermediate size to a multiple of 32",
     ),
-    *_shared("DEPTH_MULTIPLE", "EXPERTS"),
+    DEPTH_MULTIPLE,
+    EXPERTS,
     Condition(
         "MATRIX_LAYOUT", f"row-major a, c, d and bias, rows at multiples of {ROW_PITCH} elements",
         lambda p, a: ", ".join(bad_matrices(p, MATRIX_ROLES)), lambda p, a: not bad_matrices(p, MATRIX_ROLES),
         CONTIGUOUS,
     ),
-    *_shared("B_LAYOUT"),
+    B_LAYOUT,
     Condition(
         "UP_WEIGHTS", "weights of up of the gate's type and layout, both dense",
         lambda p, a: f"b {p['b'].data_type!r} with stride {p['b'].stride}, b_up {p['b_up'].data_type!r} with stride "
@@ -188,7 +189,7 @@ GLU: tuple[Condition, ...] = (
         "VECTOR_LAYOUT", "INT32 offsets and FLOAT alpha and prob, without gaps",
         lambda p, a: ", ".join(bad_vectors(p)), lambda p, a: not bad_vectors(p), CONTIGUOUS,
     ),
-    *_shared("ALIGNMENT"),
+    POINTERS,
     Condition(
         "GLU_LAYOUT", "gate and up interleaved by 32, by 1, or concatenated", lambda p, a: f"b is {glu_layout(p)}",
         lambda p, a: glu_layout(p) in LAYOUT_NAMES, "convert_glu_layout(w1, GluLayout.interleaved(32))",
@@ -217,7 +218,7 @@ GLU: tuple[Condition, ...] = (
         lambda p, a: ", ".join(r for r in DERIVED_ROLES if r in p), lambda p, a: False,
         "they stay nodes of their own, of the activation as a tensor of 16 bits", present(*DERIVED_ROLES),
     ),
-    *_shared("ACT_PARAMETERS"),
+    ACT_PARAMETERS,
     Condition(
         "LEGAL", "a configuration that the kernel's legality function accepts", lambda p, a: "; ".join(unbuilt(p)),
         lambda p, a: not unbuilt(p), "sm90.glu_config.illegal states every limit",

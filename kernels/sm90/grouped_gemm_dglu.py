@@ -31,21 +31,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from . import mainloop, padding, records, roles, scheduler, stores
 from . import primitives as p
-from .config import (
-    CHUNK_M,
-    CHUNK_N,
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    TILE_K,
-    WARPGROUP,
-    DgluConfig,
-    finishes,
-    log2,
-    scratch_bytes,
-    smem_bytes,
-)
-from .epilogue import Epilogue
+from .config import CHUNK_M, CHUNK_N, CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS, TILE_K, WARPGROUP, log2
+from .dglu_config import DgluConfig, finishes, scratch_bytes, smem_bytes
+from .dglu_epilogue import DgluEpilogue
 from .experts import DescribeExperts, descriptor
 from .operands import Operands
 
@@ -111,7 +99,7 @@ class GroupedGemmDglu:
             c: cute.struct.Align[cute.struct.MemRange[make.ring_dtype, cute.cosize(smem_c)], 1024]
 
         used, modelled = Storage.size_in_bytes(), smem_bytes(self.config)  # type: ignore[attr-defined]
-        assert used <= modelled, f"{used} bytes of shared memory, {modelled} by config.smem_bytes"
+        assert used <= modelled, f"{used} bytes of shared memory, {modelled} by dglu_config.smem_bytes"
         self.storage = Storage
         self.kernel(
             *load_a, *load_b, *load_c, *store_d, make.tiled_mma(False), make.tiled_mma(True),
@@ -200,7 +188,7 @@ class GroupedGemmDglu:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = cute.arch.make_warp_uniform(warp // 4 - 1)
-            epilogue = Epilogue(
+            epilogue = DgluEpilogue(
                 self.config, storage, group, warp % 4, atom_d, coords_d, s_c, c, d, prob, alpha, beta, activation,
                 dprob_parts, dbias_parts, amax_parts, columns, rows, (q_row, sf_row, q_col, sf_col),
             )  # fmt: skip

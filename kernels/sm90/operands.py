@@ -10,7 +10,8 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from . import stores
-from .config import CHUNK_M, CONSUMERS, TILE_K, DgluConfig
+from .config import CHUNK_M, CONSUMERS, TILE_K
+from .dglu_config import DgluConfig
 from .primitives import DTYPES
 
 

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from opfuse.kernels.sm90 import compiling, host
-from opfuse.kernels.sm90.config import Activation, DgluConfig, Schedule
+from opfuse.kernels.sm90 import compiling, dglu_host
+from opfuse.kernels.sm90.config import Activation, Schedule
+from opfuse.kernels.sm90.dglu_config import DgluConfig
 
 
 def parsed(fields: Mapping[str, Any]) -> DgluConfig:
@@ -22,7 +23,7 @@ def parsed(fields: Mapping[str, Any]) -> DgluConfig:
 
 def compiled(config: DgluConfig) -> dict[str, Any]:
     try:
-        return {"bytes": len(compiling.export_object(host.compile_dglu(config)))}
+        return {"bytes": len(compiling.export_object(dglu_host.compile_dglu(config)))}
     except compiling.UnsupportedConfig as error:
         return {"refused": str(error)}
 

@@ -25,7 +25,7 @@ from opfuse.graph_ops.planner import make_plan
 from opfuse.kernels.arch import ARCHES
 from opfuse.kernels.hopper.grouped_dglu import kernel_cache
 from opfuse.kernels.registry import KERNELS
-from opfuse.kernels.sm90 import host
+from opfuse.kernels.sm90 import dglu_host
 
 g = Graph(arch="sm90")
 m = g.symbol("M")
@@ -37,7 +37,7 @@ entry = next(k for k in KERNELS if k.id == step.kernel)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     kernels = [entry.build(step.match.problem, "cpu") for _ in range(2)]
-assert callable(host.function_of(kernels[0].config)) and kernels[0].config == kernels[1].config
+assert callable(dglu_host.function_of(kernels[0].config)) and kernels[0].config == kernels[1].config
 print(kernel_cache().compiles, [w.category.__name__ for w in caught if w.category.__name__ == "CacheWarning"])
 """
 COMPILED, LOADED = "1 []", "0 []"

@@ -18,7 +18,7 @@ from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.graph_ops.ir.layouts import GluLayout, ScaleLayout
 from opfuse.graph_ops.ir.tensor import TensorSpec, contiguous_stride
 from opfuse.kernels.arch import ARCHES
-from opfuse.kernels.hopper import support
+from opfuse.kernels.hopper import dglu_support
 from opfuse.kernels.problem import Problem
 from opfuse.kernels.registry import KERNELS
 
@@ -102,7 +102,7 @@ def predicted(problem: Problem) -> bool:
 
 def compile_all(problems: Sequence[Problem], processes: int = 2) -> list[dict[str, Any]]:
     """What the compiler did with each problem's configuration."""
-    given = [support.scheduled(problem).as_dict() for problem in problems]
+    given = [dglu_support.scheduled(problem).as_dict() for problem in problems]
     parts = [given[i::processes] for i in range(processes)]
     running = [
         subprocess.Popen([sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

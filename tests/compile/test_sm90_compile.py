@@ -18,8 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from opfuse.kernels.sm90 import tune
-from opfuse.kernels.sm90.config import SMEM_LIMIT, Activation, DgluConfig, Schedule, illegal, smem_bytes
+from opfuse.kernels.sm90 import dglu_tune
+from opfuse.kernels.sm90.config import SMEM_LIMIT, Activation, Schedule
+from opfuse.kernels.sm90.dglu_config import DgluConfig, illegal, smem_bytes
 
 pytestmark = pytest.mark.compile
 
@@ -89,7 +90,7 @@ def configuration(name: str) -> DgluConfig:
     if name.startswith("random "):
         return random_configuration(int(name.split()[1]))
     config, n, k = SHIPPED[name]
-    return tune.schedule_for(config, n=n, k=k)
+    return dglu_tune.schedule_for(config, n=n, k=k)
 
 
 def disassembler() -> str | None:
@@ -113,11 +114,11 @@ def machine_code(folder: Path) -> str:
 
 
 def main(names: list[str]) -> None:
-    from opfuse.kernels.sm90 import compiling, host
+    from opfuse.kernels.sm90 import compiling, dglu_host
 
     folder = Path(os.environ["CUTE_DSL_DUMP_DIR"])
     for name in names:
-        size = len(compiling.export_object(host.compile_dglu(configuration(name))))
+        size = len(compiling.export_object(dglu_host.compile_dglu(configuration(name))))
         counts = {"object": size}
         if disassembler():
             code = machine_code(folder)

@@ -8,28 +8,22 @@ import sys
 from dataclasses import fields, replace
 
 import pytest
-from opfuse.kernels.sm90 import tune
-from opfuse.kernels.sm90.config import (
-    SMEM_LIMIT,
-    Activation,
-    DgluConfig,
-    Schedule,
-    illegal,
-    padded_bytes,
-    scratch_tensors,
-    smem_bytes,
-)
+from opfuse.kernels.sm90 import dglu_tune
+from opfuse.kernels.sm90.config import SMEM_LIMIT, Activation, Schedule, padded_bytes
+from opfuse.kernels.sm90.dglu_config import DgluConfig, illegal, scratch_tensors, smem_bytes
 
 BASE = DgluConfig(has_prob=True, has_dprob=True)
 
 
 def test_import_loads_nothing_heavy():
-    code = "import sys; from opfuse.kernels.sm90 import config, tune; print({'torch', 'cutlass'} & set(sys.modules))"
+    code = (
+        "import sys; from opfuse.kernels.sm90 import dglu_tune, glu_tune; print({'torch', 'cutlass'} & {*sys.modules})"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("schedule", tune.SHIPPED.values(), ids=tune.SHIPPED)
+@pytest.mark.parametrize("schedule", dglu_tune.SHIPPED.values(), ids=dglu_tune.SHIPPED)
 def test_shipped_schedules_are_legal(schedule):
     assert illegal(replace(BASE, schedule=schedule)) == []
 
@@ -41,9 +35,9 @@ def test_the_table_always_picks_a_legal_schedule(n, k, layout):
         config = replace(BASE, glu_layout=layout, d_dtype=d, q_row_dtype=row, q_col_dtype=col, dbias_dtype=dbias)
         if illegal(config):
             continue  # the request itself is declined, whatever the schedule
-        chosen = tune.schedule_for(config, n=n, k=k)
+        chosen = dglu_tune.schedule_for(config, n=n, k=k)
         assert illegal(chosen, n=n, k=k) == []
-        assert tune.candidates(config, n=n, k=k)[0] == chosen.schedule
+        assert dglu_tune.candidates(config, n=n, k=k)[0] == chosen.schedule
 
 
 @pytest.mark.parametrize(
@@ -59,7 +53,7 @@ def test_the_table_always_picks_a_legal_schedule(n, k, layout):
         ({"dbias_dtype": "fp16"}, "dbias_dtype"),
         ({"q_row_dtype": "e2m1"}, "q_row_dtype"),
         ({"q_row_dtype": "e4m3", "glu_layout": "interleaved1"}, "interleaved1"),
-        ({"q_col_dtype": "e4m3", "schedule": tune.C256}, "ping-pong"),
+        ({"q_col_dtype": "e4m3", "schedule": dglu_tune.C256}, "ping-pong"),
         ({"alpha_exponent": 3}, "alpha_exponent"),
         ({"act": Activation("relu")}, "act is 'relu'"),
         ({"act": Activation("situglu", beta1=0.0)}, "beta1"),
@@ -83,10 +77,10 @@ def test_every_reason_is_given():
 
 def test_an_illegal_configuration_is_not_compiled():
     """Declined with every reason, before the DSL is imported."""
-    from opfuse.kernels.sm90 import compiling, host
+    from opfuse.kernels.sm90 import compiling, dglu_host
 
     with pytest.raises(compiling.UnsupportedConfig, match=r"ab_dtype is 'fp32'.*cluster 2x2"):
-        host.compile_dglu(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
+        dglu_host.compile_dglu(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
 
 
 def test_problem_sizes():
@@ -97,14 +91,14 @@ def test_problem_sizes():
 
 def test_shared_memory_counts_every_part():
     """C85: stages, rings, scratch and barriers, against the limit."""
-    s = tune.P192
+    s = dglu_tune.P192
     assert smem_bytes(replace(BASE, schedule=s)) == 4 * (128 + 192) * 64 * 2 + 2 * 4 * 64 * 64 * 2 + 1024
     assert smem_bytes(replace(BASE, schedule=s, dbias_dtype="fp32")) - smem_bytes(replace(BASE, schedule=s)) == 2048
-    assert all(smem_bytes(replace(BASE, schedule=s)) <= SMEM_LIMIT for s in tune.SHIPPED.values())
+    assert all(smem_bytes(replace(BASE, schedule=s)) <= SMEM_LIMIT for s in dglu_tune.SHIPPED.values())
 
 
 @pytest.mark.parametrize("sizes", [[128], [0, 1, 300], [1] * 7, [255, 257, 0, 0, 256]])
-@pytest.mark.parametrize("schedule", tune.SHIPPED.values(), ids=tune.SHIPPED)
+@pytest.mark.parametrize("schedule", dglu_tune.SHIPPED.values(), ids=dglu_tune.SHIPPED)
 def test_workspace_holds_a_partial_for_every_tile(sizes, schedule):
     """However the rows are split, tiles fit in the slots that L and M alone give."""
     config = replace(BASE, schedule=schedule, dbias_dtype="fp32", has_amax=True)
@@ -128,7 +122,7 @@ def test_padding_keeps_alignment():
 
 def test_a_configuration_is_its_own_key():
     """C35, C70: two configurations that differ anywhere are different keys, and the plain values say where."""
-    other = {"act": Activation("geglu"), "schedule": tune.C256, "alpha_exponent": 1}
+    other = {"act": Activation("geglu"), "schedule": dglu_tune.C256, "alpha_exponent": 1}
     for f in fields(DgluConfig):
         value = getattr(BASE, f.name)
         changed = replace(BASE, **{f.name: other.get(f.name, (not value) if isinstance(value, bool) else "other")})
@@ -139,11 +133,11 @@ def test_a_configuration_is_its_own_key():
 def test_what_the_compiler_fails_on_is_an_unsupported_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that does not compile is then one that policy ALL leaves out."""
     common = pytest.importorskip("cutlass.base_dsl.common", reason="needs nvidia-cutlass-dsl")
-    from opfuse.kernels.sm90 import compiling, entry, host
+    from opfuse.kernels.sm90 import compiling, dglu_entry, dglu_host
 
     def fails(config: DgluConfig) -> None:
         raise common.DSLRuntimeError("too many registers")
 
-    monkeypatch.setattr(entry, "compile_entry", fails)
+    monkeypatch.setattr(dglu_entry, "compile_entry", fails)
     with pytest.raises(compiling.UnsupportedConfig, match=r"the compiler fails.*too many registers"):
-        host.compile_dglu(DgluConfig())
+        dglu_host.compile_dglu(DgluConfig())

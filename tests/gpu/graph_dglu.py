@@ -386,7 +386,7 @@ def configurations(cases: Sequence[Case]) -> list[Any]:
     """What the cases compile, each once; of TUNED every variant too."""
     from opfuse.graph_ops.planner import make_plan
     from opfuse.kernels.arch import ARCHES
-    from opfuse.kernels.hopper import support
+    from opfuse.kernels.hopper import dglu_support
 
     found: dict[Any, None] = {}
     for case in cases:
@@ -394,8 +394,8 @@ def configurations(cases: Sequence[Case]) -> list[Any]:
         declare(graph, case)
         (step,) = make_plan(graph.operation_graph(), ARCHES["sm90"]).steps
         assert step.match is not None, case
-        names = (None, *support.variants(step.match.problem)) if case is TUNED else (None,)
-        found |= dict.fromkeys(support.scheduled(step.match.problem, name) for name in names)
+        names = (None, *dglu_support.variants(step.match.problem)) if case is TUNED else (None,)
+        found |= dict.fromkeys(dglu_support.scheduled(step.match.problem, name) for name in names)
     return list(found)
 
 

@@ -7,8 +7,8 @@ import functools
 
 import numpy as np
 import torch
-from opfuse.kernels.sm90 import host
-from opfuse.kernels.sm90.config import DgluConfig
+from opfuse.kernels.sm90 import dglu_host
+from opfuse.kernels.sm90.dglu_config import DgluConfig
 from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
 from parallel_build import load  # type: ignore[import-not-found]
 
@@ -18,14 +18,14 @@ POISON = 777.0  # no output of unit-scale data rounds to it
 
 @functools.cache
 def installed(config: DgluConfig) -> None:
-    """`host.launch` uses what the kernel cache has."""
-    host.install(config, load(config))
+    """`dglu_host.launch` uses what the kernel cache has."""
+    dglu_host.install(config, load(config))
 
 
 def launch(config: DgluConfig, tensors: dict) -> None:
     """Runs the kernel on what `make` made."""
     installed(config)
-    host.launch(config, **{name: x for name, x in tensors.items() if name != "_keep"})
+    dglu_host.launch(config, **{name: x for name, x in tensors.items() if name != "_keep"})
 
 
 def split_columns(x, layout: str):
@@ -80,7 +80,7 @@ def make(config: DgluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0
         out["b"], out["_keep"] = addresses, keep
     for side, dtype in (("row", config.q_row_dtype), ("col", config.q_col_dtype)):
         if dtype:
-            count = host.scale_bytes(config, M, N)[side]
+            count = dglu_host.scale_bytes(config, M, N)[side]
             out[f"q_{side}"] = torch.full((M, 2 * N), 0xA5, dtype=torch.uint8, device="cuda")
             # Padding scales are the caller's to zero; 0xA5 behind the end guards the buffer.
             out[f"sf_{side}"] = torch.full((count + 256,), 0xA5, dtype=torch.uint8, device="cuda")
@@ -104,7 +104,7 @@ def make(config: DgluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0
         out["dbias"] = poisoned(L, 2 * N, dtype=TORCH[config.dbias_dtype])
     if config.has_amax:
         out["amax"] = poisoned(L, 2, dtype=torch.float32)
-    size = max(16, host.workspace_bytes(config, L, M, N))
+    size = max(16, dglu_host.workspace_bytes(config, L, M, N))
     out["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
     return out
 

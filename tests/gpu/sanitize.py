@@ -21,7 +21,7 @@ from pathlib import Path
 import glu_harness  # type: ignore[import-not-found]
 import harness  # type: ignore[import-not-found]
 from glu_cases import CASES as FORWARD  # type: ignore[import-not-found]
-from opfuse.kernels.sm90 import tune
+from opfuse.kernels.sm90 import dglu_tune
 from opfuse.kernels.sm90.glu_config import GluConfig
 from parallel_build import adapter, fill  # type: ignore[import-not-found]
 from sm90_cases import BASE, CASES, ROW_COL  # type: ignore[import-not-found]
@@ -30,10 +30,10 @@ from sm90_cases import BASE, CASES, ROW_COL  # type: ignore[import-not-found]
 # tiles, empty ones, and rows that no expert owns.
 PROBLEMS = {
     "bf16": (CASES["base"], [0, 1, 300, 77], 70),
-    "row and column codes, dprob": (replace(ROW_COL, d_dtype=None, schedule=tune.P128), [128, 0, 256], 128),
+    "row and column codes, dprob": (replace(ROW_COL, d_dtype=None, schedule=dglu_tune.P128), [128, 0, 256], 128),
     "dbias and amax": (CASES["deterministic"], [130, 0, 65], 0),
     "separate experts": (CASES["discrete"], [64, 0, 130], 0),
-    "cooperative": (replace(BASE, schedule=tune.C256), [200, 0, 130], 0),
+    "cooperative": (replace(BASE, schedule=dglu_tune.C256), [200, 0, 130], 0),
     "forward": (FORWARD["base"], [0, 1, 300, 77], 70),
     "forward, gate and up apart": (FORWARD["concatenated"], [130, 0, 65], 0),
 }

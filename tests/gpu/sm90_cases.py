@@ -10,10 +10,11 @@ import os
 import random
 from dataclasses import replace
 
-from opfuse.kernels.sm90 import tune
-from opfuse.kernels.sm90.config import Activation, DgluConfig, Schedule, illegal, smem_bytes
+from opfuse.kernels.sm90 import dglu_tune
+from opfuse.kernels.sm90.config import Activation, Schedule
+from opfuse.kernels.sm90.dglu_config import DgluConfig, illegal, smem_bytes
 
-BASE = DgluConfig(has_prob=True, has_dprob=True, schedule=tune.P128)
+BASE = DgluConfig(has_prob=True, has_dprob=True, schedule=dglu_tune.P128)
 ROW_COL = replace(BASE, q_row_dtype="e4m3", q_col_dtype="e4m3")
 # Plain outputs take any split; swizzled scales need 128-row groups, plain column scales 32-row ones.
 ANY = [[256, 512], [0, 1, 300, 0, 77, 640, 129, 0], [0, 0, 1000], [1, 1, 1], [700, 0, 0], [512, 256, 0]]
@@ -26,7 +27,8 @@ def largest() -> DgluConfig:
     """The legal configuration that takes most of a CTA's shared memory."""
     stages, rings, tiles = range(2, 9), (2, 4, 8), (64, 96, 128, 160, 192)
     schedules = (
-        replace(tune.P128, tile_n=n, ab_stages=s, ring_chunks=r) for n, s, r in itertools.product(tiles, stages, rings)
+        replace(dglu_tune.P128, tile_n=n, ab_stages=s, ring_chunks=r)
+        for n, s, r in itertools.product(tiles, stages, rings)
     )
     configs = (replace(BASE, dbias_dtype="fp32", schedule=s) for s in schedules)
     return max((c for c in configs if not illegal(c)), key=smem_bytes)
@@ -34,13 +36,13 @@ def largest() -> DgluConfig:
 
 CASES: dict[str, DgluConfig] = {
     "base": BASE,
-    "p192": replace(BASE, schedule=tune.P192),
-    "p128_n": replace(BASE, schedule=tune.P128_N),
-    "c256": replace(BASE, schedule=tune.C256),
+    "p192": replace(BASE, schedule=dglu_tune.P192),
+    "p128_n": replace(BASE, schedule=dglu_tune.P128_N),
+    "c256": replace(BASE, schedule=dglu_tune.C256),
     "c256x128": replace(BASE, schedule=Schedule(256, 128, False, 1, 2, 4, 2)),
     "p64x256": replace(BASE, schedule=Schedule(64, 256, True, 2, 1, 4, 4)),
     "no cluster": replace(BASE, schedule=Schedule(128, 128, True, 1, 1, 5, 4)),
-    "plain": DgluConfig(schedule=tune.P128),
+    "plain": DgluConfig(schedule=dglu_tune.P128),
     "concatenated": replace(BASE, glu_layout="concatenated"),
     "interleaved1": replace(BASE, glu_layout="interleaved1"),
     "n-major": replace(BASE, b_major="n"),
@@ -55,15 +57,15 @@ CASES: dict[str, DgluConfig] = {
     "recompute": replace(BASE, activation_dtype="bf16"),
     "recompute fp16": replace(BASE, activation_dtype="fp16", has_prob=False),
     "dbias": replace(BASE, dbias_dtype="fp32"),
-    "dbias bf16 c256": replace(BASE, dbias_dtype="bf16", schedule=tune.C256),
+    "dbias bf16 c256": replace(BASE, dbias_dtype="bf16", schedule=dglu_tune.C256),
     "amax": replace(BASE, has_amax=True),
-    "amax c256": replace(BASE, has_amax=True, schedule=tune.C256),
+    "amax c256": replace(BASE, has_amax=True, schedule=dglu_tune.C256),
     "fp16": replace(BASE, ab_dtype="fp16", c_dtype="fp16", d_dtype="fp16"),
     "mixed": replace(BASE, c_dtype="fp16", d_dtype="bf16", glu_layout="concatenated"),
     "c fp32": replace(BASE, c_dtype="fp32"),
     "c fp32 d fp16": replace(BASE, c_dtype="fp32", d_dtype="fp16", glu_layout="interleaved1"),
     "d fp32": replace(BASE, d_dtype="fp32"),
-    "c d fp32": replace(BASE, c_dtype="fp32", d_dtype="fp32", glu_layout="interleaved1", schedule=tune.P96),
+    "c d fp32": replace(BASE, c_dtype="fp32", d_dtype="fp32", glu_layout="interleaved1", schedule=dglu_tune.P96),
     "deterministic": replace(BASE, dbias_dtype="fp32", has_amax=True, deterministic=True),
     "row": replace(BASE, d_dtype="fp32", q_row_dtype="e4m3"),
     "row e5m2 plain": replace(BASE, d_dtype="fp32", q_row_dtype="e5m2", sf_swizzled=False, glu_layout="concatenated"),
@@ -77,7 +79,7 @@ CASES: dict[str, DgluConfig] = {
     "largest": largest(),
     "everything": replace(
         ROW_COL, has_alpha=True, has_beta=True, dbias_dtype="fp32", has_amax=True, activation_dtype="bf16",
-        schedule=tune.P96,
+        schedule=dglu_tune.P96,
     ),
 }  # fmt: skip
 
@@ -110,7 +112,7 @@ def random_config(seed: int) -> DgluConfig:
             activation_dtype=pick([None, "bf16", "fp16"]), dbias_dtype=pick([None, None, "bf16", "fp32"]),
             has_amax=r.random() < 0.3, q_row_dtype=pick([None, "e4m3", "e5m2"]) if quantized else None,
             q_col_dtype=pick([None, "e4m3", "e5m2"]) if quantized else None, sf_swizzled=r.random() < 0.7,
-            deterministic=r.random() < 0.2, schedule=pick(list(tune.SHIPPED.values())),
+            deterministic=r.random() < 0.2, schedule=pick(list(dglu_tune.SHIPPED.values())),
         )  # fmt: skip
         if not illegal(config):
             return config

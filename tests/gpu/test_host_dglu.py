@@ -150,14 +150,14 @@ def host_microseconds(call: Callable[[], None], runs: int = 2000) -> tuple[float
 @pytest.mark.parametrize("name", ["execute", "launch"])
 def test_host_time(name: str, record_property: Record) -> None:
     """`execute` of a built plan with the same buffers, and the launch alone: reported, and bounded loosely."""
-    from opfuse.kernels.sm90 import host
+    from opfuse.kernels.sm90 import dglu_host
 
     graph, pack, workspace = ready(CASES["prob"])
     (config,) = configurations([CASES["prob"]])
     given = {("dy" if role == "a" else role): pack[role] for role in ("a", "b", "offsets", "c", "prob", "d", "dprob")}
     calls = {
         "execute": lambda: graph.execute(pack, workspace),
-        "launch": host.prepare(config, {**given, "workspace": workspace}),
+        "launch": dglu_host.prepare(config, {**given, "workspace": workspace}),
     }
     middle, late = host_microseconds(calls[name])
     record_property(f"{name}_host_us", {"p50": round(middle, 2), "p90": round(late, 2)})

@@ -14,8 +14,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import harness  # type: ignore[import-not-found]  # noqa: E402
-from opfuse.kernels.sm90 import host  # noqa: E402
-from opfuse.kernels.sm90.config import DgluConfig  # noqa: E402
+from opfuse.kernels.sm90 import dglu_host  # noqa: E402
+from opfuse.kernels.sm90.dglu_config import DgluConfig  # noqa: E402
 from sm90_cases import CASES, RANDOM, splits  # type: ignore[import-not-found]  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -120,7 +120,8 @@ def test_a_row_of_nan_stays_in_its_group(name):
 
 def test_c85_the_largest_configuration_fits_in_shared_memory():
     """C85: all that a CTA may use, to the kilobyte, is launched and right."""
-    from opfuse.kernels.sm90.config import SMEM_LIMIT, smem_bytes
+    from opfuse.kernels.sm90.config import SMEM_LIMIT
+    from opfuse.kernels.sm90.dglu_config import smem_bytes
 
     assert SMEM_LIMIT - smem_bytes(CASES["largest"]) < 4096
     harness.check(CASES["largest"], [300, 0, 212], 512, 416)
@@ -255,7 +256,7 @@ def test_past_two_to_the_31_elements():
         "c": torch.randn(M, 2 * N, device="cuda", dtype=torch.bfloat16),
         "d": torch.empty(M, 2 * N, device="cuda", dtype=torch.bfloat16),
         "prob": torch.rand(M, device="cuda"), "dprob": torch.empty(M, device="cuda"),
-        "workspace": torch.empty(host.workspace_bytes(config, 1, M, N), dtype=torch.uint8, device="cuda"),
+        "workspace": torch.empty(dglu_host.workspace_bytes(config, 1, M, N), dtype=torch.uint8, device="cuda"),
     }  # fmt: skip
     harness.launch(config, t)
     torch.cuda.synchronize()

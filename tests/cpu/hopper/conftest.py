@@ -189,9 +189,9 @@ def emulation() -> ModuleType:
 
 @pytest.fixture
 def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Runs the adapter and host.launch as they are over emulated functions; gives those that were "compiled"."""
+    """Runs the adapter and dglu_host.launch as they are over emulated functions; gives those that were "compiled"."""
     from opfuse.kernels.hopper import grouped_dglu, grouped_glu
-    from opfuse.kernels.sm90 import compiling, glu_host, host, launching
+    from opfuse.kernels.sm90 import compiling, dglu_host, glu_host, launching
 
     made: list[Any] = []
 
@@ -203,7 +203,7 @@ def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
     for adapter in (grouped_dglu, grouped_glu):
         monkeypatch.setattr(adapter, "compiled", compiled)
-    for of_kernel in (host, glu_host):
+    for of_kernel in (dglu_host, glu_host):
         functions = compiling.Functions(lambda config: pytest.fail(f"compiled {config}"))
         monkeypatch.setattr(of_kernel, "FUNCTIONS", functions)
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)

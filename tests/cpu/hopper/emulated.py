@@ -1,8 +1,8 @@
 """What the compiled Hopper functions do with their arguments, in float64 on the CPU, and what they demand of them.
 
-They stand where the compiled objects would: `host.launch` and the adapters run as they are. Like the kernels they find
-their tensors by the integers of the launch, write zeros to the rows outside every group and the atoms of their scales,
-and scribble over their workspace.
+They stand where the compiled objects would: `dglu_host.launch` and the adapters run as they are. Like the kernels they
+find their tensors by the integers of the launch, write zeros to the rows outside every group and the atoms of their
+scales, and scribble over their workspace.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.kernels.arch import ARCHES, Arch
 from opfuse.kernels.reference.quantize import quantize_blocks
 from opfuse.kernels.registry import KERNELS
-from opfuse.kernels.sm90 import glu_host, host
-from opfuse.kernels.sm90.arguments import SIZES, TORCH_NAMES, Argument, dglu_arguments
-from opfuse.kernels.sm90.config import scratch_tensors
+from opfuse.kernels.sm90 import dglu_host, glu_host
+from opfuse.kernels.sm90.arguments import SIZES, TORCH_NAMES, Argument
+from opfuse.kernels.sm90.dglu_arguments import dglu_arguments
+from opfuse.kernels.sm90.dglu_config import scratch_tensors
 from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
 from opfuse.kernels.sm90.glu_arguments import glu_arguments
 from opfuse.kernels.sm90.glu_config import GluConfig
@@ -144,7 +145,7 @@ class Emulated(EmulatedFunction):
             self._demand(name, held, (rows,), "fp32" if wanted else None)
         assert offsets.dtype is torch.int32 and offsets.is_contiguous()
         weights = self._weights(b, experts, dy.shape[1], n)
-        needed = host.workspace_bytes(f, experts, m, n)
+        needed = dglu_host.workspace_bytes(f, experts, m, n)
         self._demand_workspace(workspace, needed, bool(scratch_tensors(f, 1, 1, 1)))
         for side, codes, scales in (("row", q_row, sf_row), ("col", q_col, sf_col)):
             self._demand_codes(side, codes, scales, m, n)
@@ -184,7 +185,7 @@ class Emulated(EmulatedFunction):
         if codes is not None:
             assert codes.dtype is scales.dtype is torch.uint8 and codes.shape == (m, 2 * n)
             assert codes.stride(1) == 1 and codes.stride(0) % 16 == 0 and codes.data_ptr() % 16 == 0
-            assert scales.is_contiguous() and scales.shape == (host.scale_bytes(self.config, m, n)[side],)
+            assert scales.is_contiguous() and scales.shape == (dglu_host.scale_bytes(self.config, m, n)[side],)
             assert scales.data_ptr() % 16 == 0
 
     def _quantize(self, side: str, dx: torch.Tensor, codes: Any, scales: Any, m: int) -> None:

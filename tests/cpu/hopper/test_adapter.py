@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 from opfuse.graph_ops import VariantPackError
-from opfuse.kernels.hopper import grouped_dglu, launched, support
-from opfuse.kernels.sm90 import host
-from opfuse.kernels.sm90.config import DgluConfig
+from opfuse.kernels.hopper import dglu_support, grouped_dglu, launched
+from opfuse.kernels.sm90 import dglu_host
+from opfuse.kernels.sm90.dglu_config import DgluConfig
 
 GPU = Path(__file__).parents[2] / "gpu"
 
@@ -73,7 +73,7 @@ def test_c23_views_that_begin_inside_an_allocation(gpu: Any, shift: int) -> None
 
 
 def test_every_configuration_of_the_gpu_tests_is_legal(gpu: Any) -> None:
-    from opfuse.kernels.sm90.config import illegal
+    from opfuse.kernels.sm90.dglu_config import illegal
 
     found = gpu.configurations([*gpu.CASES.values(), gpu.BIG, gpu.TUNED, gpu.MANY, gpu.LONG, gpu.HEAVY, gpu.GRID])
     assert len(found) > 25 and [c for c in found if illegal(c)] == []
@@ -242,9 +242,9 @@ def test_workspace_is_the_kernels_bytes_and_then_the_addresses(
     emulated: list[Any], seen: list[dict[str, Any]], make_problem: Any, options: Any, discrete: bool
 ) -> None:
     problem, kernel = built(make_problem, experts=3, changes={"b": dict(discrete=discrete)}, **options)
-    config, n = support.scheduled(problem), 64
+    config, n = dglu_support.scheduled(problem), 64
     for rows in (0, 1, 127, 1000):
-        own = host.workspace_bytes(config, 3, rows, n)
+        own = dglu_host.workspace_bytes(config, 3, rows, n)
         rounded = -(-own // 256) * 256
         assert kernel.workspace_bytes({"M": rows}) == rounded + 24 * discrete
     if discrete:
@@ -301,7 +301,7 @@ def tensors_of(config: Any, rows: int = 256, k: int = 64, n: int = 64, experts: 
         "dy": torch.zeros(rows, k, dtype=bf16), "b": torch.zeros(experts, n, k, dtype=bf16).transpose(1, 2),
         "offsets": torch.zeros(experts, dtype=torch.int32), "c": torch.zeros(rows, 2 * n, dtype=bf16),
         "d": torch.zeros(rows, 2 * n, dtype=bf16), "dprob": torch.zeros(rows),
-        "workspace": torch.zeros(host.workspace_bytes(config, experts, rows, n) + 128, dtype=torch.uint8),
+        "workspace": torch.zeros(dglu_host.workspace_bytes(config, experts, rows, n) + 128, dtype=torch.uint8),
     }  # fmt: skip
 
 
@@ -327,13 +327,13 @@ def test_launch_refuses_tensors_that_the_function_cannot_take(
     emulation: ModuleType, emulated: list[Any], change: Any, said: str
 ) -> None:
     config = DgluConfig(has_dprob=True)
-    host.install(config, function := emulation.Emulated(config))
+    dglu_host.install(config, function := emulation.Emulated(config))
     memory = torch.zeros(2**16, dtype=torch.uint8)
     tensors = tensors_of(config) | {"workspace": memory[-memory.data_ptr() % 128 :]}
-    host.launch(config, **tensors)
+    dglu_host.launch(config, **tensors)
     assert function.calls == 1
     with pytest.raises(ValueError, match=said):
-        host.launch(config, **change(tensors))
+        dglu_host.launch(config, **change(tensors))
     assert function.calls == 1
 
 
@@ -377,6 +377,6 @@ def test_a_build_without_the_dsl_is_an_import_error(
     for name in [m for m in sys.modules if m == "cutlass" or m.startswith("cutlass.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cutlass", None)
-    monkeypatch.delitem(sys.modules, "opfuse.kernels.sm90.entry", raising=False)
+    monkeypatch.delitem(sys.modules, "opfuse.kernels.sm90.dglu_entry", raising=False)
     with pytest.raises(ImportError):
         entry.build(make_problem(), "cpu")

@@ -11,7 +11,7 @@ from opfuse.graph_ops.ir.dims import symbol
 from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.graph_ops.ir.layouts import GluLayout
 from opfuse.kernels.arch import ARCHES, arch_of_capability
-from opfuse.kernels.hopper import support
+from opfuse.kernels.hopper import dglu_support
 
 BF16, F16, F32, I32, I64 = DataType.BFLOAT16, DataType.HALF, DataType.FLOAT, DataType.INT32, DataType.INT64
 SM90 = ARCHES["sm90"]
@@ -118,7 +118,7 @@ GOLDEN: dict[str, tuple[Options, str]] = {
     "LEGAL": (
         dict(roles=("dbias",), changes={"dbias": dict(data_type=F16)}),
         "LEGAL: dbias_dtype is 'fp16'; built are 'bf16', 'fp32', None, requires a configuration that the kernel's "
-        "legality function accepts; sm90.config.illegal states every limit",
+        "legality function accepts; sm90.dglu_config.illegal states every limit",
     ),
 }  # fmt: skip
 
@@ -130,10 +130,10 @@ def test_each_condition_fails_alone_with_its_text(make_problem, entry, code: str
 
 
 def test_every_code_has_a_golden_text() -> None:
-    codes = [c.code for c in support.DGLU]
+    codes = [c.code for c in dglu_support.DGLU]
     assert len(set(codes)) == len(codes), "a code means one thing"
     assert set(codes) == set(GOLDEN)
-    assert [c.code for c in support.DGLU if not (c.hint and c.requires)] == []
+    assert [c.code for c in dglu_support.DGLU if not (c.hint and c.requires)] == []
 
 
 def test_all_failures_are_collected(make_problem, entry) -> None:
@@ -268,7 +268,7 @@ def test_workspace_tensors_need_no_promise(make_problem, entry) -> None:
 
 def test_planning_imports_neither_torch_nor_the_dsl() -> None:
     code = (
-        "import sys, opfuse.kernels.hopper.support; "
+        "import sys, opfuse.kernels.hopper.dglu_support; "
         "print(sorted({'torch', 'cutlass', 'cuda', 'filelock'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,9 +10,10 @@ import pytest
 from opfuse.graph_ops.ir.dims import symbol
 from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.graph_ops.ir.layouts import GluLayout
-from opfuse.kernels.hopper import support
-from opfuse.kernels.sm90 import tune
-from opfuse.kernels.sm90.config import Activation, DgluConfig, illegal, scratch_tensors
+from opfuse.kernels.hopper import dglu_support
+from opfuse.kernels.sm90 import dglu_tune
+from opfuse.kernels.sm90.config import Activation
+from opfuse.kernels.sm90.dglu_config import DgluConfig, illegal, scratch_tensors
 
 BF16, F16, F32 = DataType.BFLOAT16, DataType.HALF, DataType.FLOAT
 E5M2 = DataType.FP8_E5M2
@@ -83,7 +84,7 @@ def test_every_field_has_a_problem_that_sets_it() -> None:
 
 @pytest.mark.parametrize(("field", "options", "value"), CASES, ids=[f"{i} {c[0]}" for i, c in enumerate(CASES)])
 def test_problem_sets_the_field(make_problem, field: str, options: Options, value: Any) -> None:
-    first, config = support.configuration(make_problem()), support.configuration(make_problem(**options))
+    first, config = dglu_support.configuration(make_problem()), dglu_support.configuration(make_problem(**options))
     assert getattr(config, field) == value != getattr(first, field)
     changed = {f.name for f in dataclasses.fields(DgluConfig) if getattr(config, f.name) != getattr(first, f.name)}
     assert changed - ALONG.get(field, set()) == {field}
@@ -103,17 +104,17 @@ DYNAMIC: list[Options] = [
 
 @pytest.mark.parametrize("options", DYNAMIC)
 def test_one_configuration_serves(make_problem, options: Options) -> None:
-    assert support.scheduled(make_problem(**options)) == support.scheduled(make_problem())
+    assert dglu_support.scheduled(make_problem(**options)) == dglu_support.scheduled(make_problem())
 
 
 def test_parameters_of_another_activation_do_not_count(make_problem) -> None:
     strange = make_problem(attributes=dict(geglu_alpha=9.0, clamp_max=1.0, situ_beta1=2.0))
-    assert support.configuration(strange) == support.configuration(make_problem())
+    assert dglu_support.configuration(strange) == dglu_support.configuration(make_problem())
 
 
 def test_the_configuration_is_a_cache_key(make_problem) -> None:
     for _, options, _ in CASES:
-        fields = support.scheduled(make_problem(**options)).as_dict()
+        fields = dglu_support.scheduled(make_problem(**options)).as_dict()
         assert json.loads(json.dumps(fields)) == fields
 
 
@@ -124,8 +125,8 @@ SHAPES = [(64, 64), (2048, 768), (7168, 2048), (2880, 2880), (256, 4096)]
 @pytest.mark.parametrize("roles", [(), ("dbias",), ("q_row",), ("q_row", "q_col"), ("q_col", "dbias", "activation")])
 def test_schedule_is_the_tables_and_legal(make_problem, k: int, n: int, roles: tuple[str, ...]) -> None:
     problem = make_problem(k=k, n=n, roles=roles)
-    config = support.scheduled(problem)
-    assert config == tune.schedule_for(support.configuration(problem), n=n, k=k)
+    config = dglu_support.scheduled(problem)
+    assert config == dglu_tune.schedule_for(dglu_support.configuration(problem), n=n, k=k)
     assert illegal(config, n=n, k=k) == []
 
 
@@ -134,20 +135,20 @@ def test_schedule_is_the_tables_and_legal(make_problem, k: int, n: int, roles: t
 def test_variants_are_the_other_candidates(make_problem, entry, k: int, n: int, roles: tuple[str, ...]) -> None:
     problem = make_problem(k=k, n=n, roles=roles)
     names = entry.variants(problem)
-    config = support.scheduled(problem)
-    wanted = tune.candidates(config, n=n, k=k)
-    schedules = [support.scheduled(problem, name).schedule for name in names]
+    config = dglu_support.scheduled(problem)
+    wanted = dglu_tune.candidates(config, n=n, k=k)
+    schedules = [dglu_support.scheduled(problem, name).schedule for name in names]
     assert len(set(names)) == len(names) and sorted(map(repr, [config.schedule, *schedules])) == sorted(
         map(repr, wanted)
     )
     for name in names:
-        varied = support.scheduled(problem, name)
+        varied = dglu_support.scheduled(problem, name)
         assert illegal(varied, n=n, k=k) == [] and dataclasses.replace(varied, schedule=config.schedule) == config
 
 
 def test_symbols_fall_into_the_tables_middle_class(make_problem) -> None:
     free = make_problem(k=symbol("K", 64), n=symbol("N", 32))
-    assert support.scheduled(free) == support.scheduled(make_problem(k=2048, n=2048))
+    assert dglu_support.scheduled(free) == dglu_support.scheduled(make_problem(k=2048, n=2048))
 
 
 @pytest.mark.parametrize(
@@ -177,10 +178,10 @@ def test_launches(make_problem, entry, options: Options, expected: int) -> None:
 )
 def test_c61_sizes_past_32_bits_are_counted(make_problem, experts: int, rows: int, columns: int, options: Any) -> None:
     """Workspace bytes are those of Python's integers, at sizes whose products pass 2**31."""
-    from opfuse.kernels.sm90 import host
+    from opfuse.kernels.sm90 import dglu_host
 
-    config = support.scheduled(make_problem(n=columns, experts=experts, **options))
+    config = dglu_support.scheduled(make_problem(n=columns, experts=experts, **options))
     tensors: Any = scratch_tensors(config, experts, rows, columns)
     parts = {name: r * c for name, r, c in tensors}
     assert max(parts.values()) * 4 > 2**31
-    assert host.workspace_bytes(config, experts, rows, columns) >= 4 * sum(parts.values())
+    assert dglu_host.workspace_bytes(config, experts, rows, columns) >= 4 * sum(parts.values())

@@ -14,11 +14,11 @@ import pytest
 import torch
 from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.kernels.reference.quantize import quantize_blocks
-from opfuse.kernels.sm90.config import DgluConfig
+from opfuse.kernels.sm90.dglu_config import DgluConfig
 from warp_lanes import KINDS, LANE, NOBODYS, Lanes, Rows, integer  # type: ignore[import-not-found]
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-from opfuse.kernels.sm90 import host, quantizer, reductions, stores
+from opfuse.kernels.sm90 import dglu_host, quantizer, reductions, stores
 
 UNTOUCHED = 0xA5
 # Bits of block maxima: around 1.75 * 2**e in the middle of the range, at its ends and in the subnormals; infinity, NaN.
@@ -58,7 +58,7 @@ def run(lanes: Lanes, config: DgluConfig, x: np.ndarray, end: int) -> dict[str, 
     """Codes and scale bytes by side; rows from `end` on are another expert's."""
     rows, n = x.shape[0], x.shape[1] // 2
     blocks = 2 if config.q_col_dtype else 1
-    sizes = host.scale_bytes(config, rows, n)
+    sizes = dglu_host.scale_bytes(config, rows, n)
     out = {s: np.full((rows, 2 * n), UNTOUCHED, np.uint8) for s in ("row", "col")}
     out |= {f"sf_{s}": np.full(sizes[s], UNTOUCHED, np.uint8) for s in ("row", "col")}
     tensors = [Rows(out[k], p) for k, p in (("row", 2 * n), ("sf_row", 0), ("col", 2 * n), ("sf_col", 0))]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from opfuse.graph_ops import environment
 from opfuse.kernels.cache import COMPILERS, KernelCache
-from opfuse.kernels.hopper import grouped_dglu, launched, support
-from opfuse.kernels.sm90 import compiling, host
+from opfuse.kernels.hopper import dglu_support, grouped_dglu, launched
+from opfuse.kernels.sm90 import compiling, dglu_host
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         made.append(config)
         return metadata.version("nvidia-cutlass-dsl")
 
-    monkeypatch.setattr(host, "compile_dglu", compile_dglu)
+    monkeypatch.setattr(dglu_host, "compile_dglu", compile_dglu)
     monkeypatch.setattr(compiling, "export_object", str.encode)
     monkeypatch.setattr(compiling, "load_object", bytes.decode)
     launched.origin.cache_clear()
@@ -38,7 +38,7 @@ def test_c83_another_compiler_compiles_again(
     """A daily build of the DSL never gets what the release before it compiled, and the release gets its own back."""
     installed = dict.fromkeys(COMPILERS, "4.8.1")
     monkeypatch.setattr(metadata, "version", installed.__getitem__)
-    config = support.scheduled(make_problem())
+    config = dglu_support.scheduled(make_problem())
 
     def built(version: str) -> int:
         installed[package] = version

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from opfuse.kernels.sm90 import glu_tune, tune
-from opfuse.kernels.sm90.config import ACTIVATIONS, GLU_LAYOUTS, DgluConfig
+from opfuse.kernels.sm90 import dglu_tune, glu_tune
+from opfuse.kernels.sm90.config import ACTIVATIONS, GLU_LAYOUTS
+from opfuse.kernels.sm90.dglu_config import DgluConfig
 from opfuse.kernels.sm90.glu_config import GluConfig
 
 ROOT = Path(__file__).parents[3]
@@ -84,7 +85,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "dbias_dtype": ("bf16", "fp32", None),
     "q_row_dtype": ("e4m3", "e5m2", None),
     "q_col_dtype": ("e4m3", "e5m2", None),
-    "schedule": tuple(tune.SHIPPED.values()),
+    "schedule": tuple(dglu_tune.SHIPPED.values()),
 }
 
 

@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 
 from . import views
-from .arguments import dglu_arguments
-from .config import DgluConfig, finishes, padded_bytes, scratch_tensors
+from .config import padded_bytes
+from .dglu_arguments import dglu_arguments
+from .dglu_config import DgluConfig, finishes, scratch_tensors
 from .grouped_gemm_dglu import GroupedGemmDglu
 from .reductions import Finish
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .config import DgluConfig, Schedule, illegal
+from .config import Schedule
+from .dglu_config import DgluConfig, illegal
 
 # Names say schedule, tile and cluster: p ping-pong, c cooperative.
 P128 = Schedule(128, 128, True, 2, 1, 5, 4, 8)

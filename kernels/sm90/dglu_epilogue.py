@@ -1,4 +1,4 @@
-"""Epilogue of one consumer warpgroup: accumulators and C chunks in, gradient, dprob and reductions out."""
+"""DgluEpilogue of one consumer warpgroup: accumulators and C chunks in, gradient, dprob and reductions out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from cutlass.cute.nvgpu import cpasync
 
 from . import primitives as p
 from . import reductions, stores
-from .config import CHUNK_N, DgluConfig, log2
+from .config import CHUNK_N, log2
+from .dglu_config import DgluConfig
 from .epilogue_math import DeviceMath, glu_backward
 from .quantizer import Quantizer
 
 
-class Epilogue:
+class DgluEpilogue:
     """State and steps of one warp's epilogue; every tensor that the configuration does not ask for is None."""
 
     def __init__(self, config: DgluConfig, storage, group, warp, atom_d, coords_d, s_c, c, d, prob, alpha, beta,

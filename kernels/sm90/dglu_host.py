@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from . import launching
-from .arguments import dglu_arguments
 from .compiling import Functions, compile_legal
-from .config import DgluConfig, illegal, padded_bytes, scratch_tensors
+from .config import padded_bytes
+from .dglu_arguments import dglu_arguments
+from .dglu_config import DgluConfig, illegal, scratch_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ def compile_dglu(config: DgluConfig) -> Callable:
 
     Raises UnsupportedConfig with every reason when the configuration is not legal, or where the compiler fails on it.
     """
-    return compile_legal(config, illegal(config), "entry")
+    return compile_legal(config, illegal(config), "dglu_entry")
 
 
 FUNCTIONS = Functions(compile_dglu)

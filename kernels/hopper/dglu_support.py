@@ -1,0 +1,237 @@
+"""What our grouped GEMM + dGLU kernel for sm90 serves, as data. Imports neither torch nor the DSL.
+
+Where a condition is one of the kernel's own (`sm90.dglu_config.illegal`), LEGAL asks that function: legality is stated
+once. The conditions here are about tensors, layouts and meaning, which a configuration does not see.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from ...graph_ops.ir.dims import known_divisor
+from ...graph_ops.ir.dtypes import DataType
+from ..condition import Condition
+from ..problem import Problem
+from ..sm90.config import GLU_LAYOUTS
+from ..sm90.dglu_config import DgluConfig, finishes, illegal
+from ..sm90.dglu_tune import SHIPPED, candidates, schedule_for
+from .support import (
+    ACT_PARAMETERS,
+    B_LAYOUT,
+    CONTIGUOUS,
+    DEPTH_MULTIPLE,
+    EXPERTS,
+    LAYOUT_NAMES,
+    OPERAND_TYPE,
+    POINTERS,
+    ROW_PITCH,
+    activation,
+    b_major,
+    bad_matrices,
+    bad_vectors,
+    extents,
+    present,
+    rounding,
+    row_pitch,
+    type_name,
+    typical,
+)
+
+CODE_PITCH = 16  # codes: 16 bytes
+BLOCK = 32
+CODE_TYPES = (DataType.FP8_E4M3, DataType.FP8_E5M2)
+SWIZZLED_ROW_GROUPS = 128  # rows: a group's row scales start on an atom
+SWIZZLED_COLUMN_GROUPS = 4 * BLOCK
+MATRIX_ROLES = ("a", "c", "d", "activation")
+DERIVED_ROLES = ("dbias", "amax", "q_row", "q_col")
+"""Outputs computed from the gradient: the kernel takes its float32 value."""
+
+
+def configuration(problem: Problem) -> DgluConfig:
+    """The configuration that a problem asks for, with the default schedule; legal only if `illegal` says so."""
+    given = problem.attributes
+    layout = problem["c"].glu_layout
+    scales = [problem[r].scale_layout for r in ("sf_row", "sf_col") if r in problem]
+    return DgluConfig(
+        ab_dtype=type_name(problem, "a") or "",
+        b_major=b_major(problem) or "k",
+        discrete_b=problem["b"].discrete,
+        glu_layout=LAYOUT_NAMES.get(layout, str(layout)) if layout is not None else "none",
+        act=activation(problem),
+        c_dtype=type_name(problem, "c") or "",
+        d_dtype=type_name(problem, "d"),
+        has_prob="prob" in problem,
+        has_alpha="alpha" in problem,
+        alpha_exponent=given.get("alpha_exponent", 1) if "alpha" in problem else 2,
+        has_beta="beta" in problem,
+        has_dprob="dprob" in problem,
+        activation_dtype=type_name(problem, "activation"),
+        dbias_dtype=type_name(problem, "dbias"),
+        has_amax="amax" in problem,
+        q_row_dtype=type_name(problem, "q_row"),
+        q_col_dtype=type_name(problem, "q_col"),
+        sf_swizzled=all(s.swizzled for s in scales if s is not None),
+        deterministic=problem.deterministic,
+    )
+
+
+def scheduled(problem: Problem, variant: str | None = None) -> DgluConfig:
+    """The configuration with the schedule of that name, or with that which the table of measurements gives its shape
+    class."""
+    config = configuration(problem)
+    if variant is not None:
+        return replace(config, schedule=SHIPPED[variant])
+    _, depth, columns, _ = extents(problem)
+    return schedule_for(config, n=typical(columns), k=typical(depth))
+
+
+def variants(problem: Problem) -> tuple[str, ...]:
+    """The schedules worth measuring beside the table's choice, by name."""
+    _, depth, columns, _ = extents(problem)
+    first = scheduled(problem)
+    legal = candidates(first, n=typical(columns), k=typical(depth))
+    return tuple(name for name, schedule in SHIPPED.items() if schedule in legal and schedule != first.schedule)
+
+
+SAID_BEFORE: dict[str, tuple[str | None, ...]] = {
+    "ab_dtype": ("bf16", "fp16"),
+    "glu_layout": GLU_LAYOUTS,
+    "q_row_dtype": ("e4m3", "e5m2", None),
+    "q_col_dtype": ("e4m3", "e5m2", None),
+}
+"""Fields of a configuration that a condition of its own judges, with what it lets through: one fault, one reason."""
+
+
+def unbuilt(problem: Problem) -> list[str]:
+    """Every other reason for which the kernel's own legality function declines the problem's configuration."""
+    config = scheduled(problem)
+    judged: dict[str, Any] = {name: let[0] for name, let in SAID_BEFORE.items() if getattr(config, name) not in let}
+    return illegal(replace(config, **judged))
+
+
+def launches(problem: Problem) -> int:
+    """Launches of one run: the kernel, one that adds partials up; for separate experts the copy of their addresses and
+    the launch that makes descriptors of them."""
+    return 1 + _adds_up(problem) + 2 * problem["b"].discrete
+
+
+def _adds_up(problem: Problem) -> bool:
+    """Whether partials are added up: not those of dprob alone where one tile has every column, and writes dprob."""
+    config = scheduled(problem)
+    if config.has_amax or config.dbias_dtype is not None:
+        return True
+    return finishes(config) and typical(extents(problem)[2]) > config.schedule.tile_n
+
+
+def _source_type(p: Problem) -> Any:
+    """The data type of the gradient that derived outputs are computed from."""
+    return p.rounding.get("d_wide", p.rounding.get("d", p["d"].data_type if "d" in p else DataType.FLOAT))
+
+
+def _formats(p: Problem) -> list[str]:
+    wrong = []
+    for side in ("row", "col"):
+        if f"q_{side}" in p:
+            block, scale = p.attributes[f"q_{side}.block_size"], p.attributes[f"q_{side}.scale_type"]
+            codes = p[f"q_{side}"].data_type
+            if (block, scale) != (BLOCK, "FP8_E8M0") or codes not in CODE_TYPES:
+                wrong.append(f"q_{side}: {codes!r}, blocks of {block}, {scale} scales")
+    return wrong
+
+
+def _code_layouts(p: Problem) -> list[str]:
+    codes = [f"{r} stride {p[r].stride}" for r in ("q_row", "q_col") if r in p and not row_pitch(p[r], CODE_PITCH)]
+    return codes + [f"{r} stride {p[r].stride}" for r in ("sf_row", "sf_col") if r in p and not p[r].is_contiguous]
+
+
+def group_multiple(p: Problem) -> int:
+    """What every end offset must divide by, for the scales that are asked for."""
+    wanted = 1
+    for role, plain, swizzled in (("sf_row", 1, SWIZZLED_ROW_GROUPS), ("sf_col", BLOCK, SWIZZLED_COLUMN_GROUPS)):
+        if role in p and (layout := p[role].scale_layout) is not None:
+            wanted = math.lcm(wanted, swizzled if layout.swizzled else plain)
+    return wanted
+
+
+DGLU: tuple[Condition, ...] = (
+    OPERAND_TYPE,
+    Condition(
+        "COLUMN_MULTIPLE", "N known to be a multiple of 32", lambda p, a: f"N = {extents(p)[2]}",
+        lambda p, a: known_divisor(extents(p)[2]) % 32 == 0 and extents(p)[2] != 0,
+        "pad the intermediate size to a multiple of 32",
+    ),
+    DEPTH_MULTIPLE,
+    EXPERTS,
+    Condition(
+        "MATRIX_LAYOUT", f"row-major a, c, d and activation, rows at multiples of {ROW_PITCH} elements",
+        lambda p, a: ", ".join(bad_matrices(p, MATRIX_ROLES)), lambda p, a: not bad_matrices(p, MATRIX_ROLES),
+        CONTIGUOUS,
+    ),
+    B_LAYOUT,
+    Condition(
+        "VECTOR_LAYOUT", "INT32 offsets and FLOAT alpha, beta, prob and dprob, without gaps",
+        lambda p, a: ", ".join(bad_vectors(p)), lambda p, a: not bad_vectors(p), CONTIGUOUS,
+    ),
+    POINTERS,
+    Condition(
+        "GLU_LAYOUT", "gate and up interleaved by 32, by 1, or concatenated", lambda p, a: f"c is {p['c'].glu_layout}",
+        lambda p, a: p["c"].glu_layout in LAYOUT_NAMES,
+        "convert_glu_layout(x, GluLayout.interleaved(32)) reorders columns",
+    ),
+    Condition(
+        "PRODUCT_ROUNDING", "a product that stays FLOAT", lambda p, a: f"the product rounds to {rounding(p, 'r')!r}",
+        lambda p, a: rounding(p, "r") is DataType.FLOAT, "leave the product virtual FLOAT",
+    ),
+    Condition(
+        "SOURCE_ROUNDING", "dbias, amax and codes of the unrounded gradient",
+        lambda p, a: f"{', '.join(r for r in DERIVED_ROLES if r in p)} of a gradient rounded to {_source_type(p)!r}",
+        lambda p, a: _source_type(p) is DataType.FLOAT,
+        "leave dx virtual FLOAT, and write identity(dx) with d's data type", present(*DERIVED_ROLES),
+    ),
+    ACT_PARAMETERS,
+    Condition(
+        "DBIAS_LAYOUT", "row-major dbias", lambda p, a: f"dbias stride {p['dbias'].stride}",
+        lambda p, a: p["dbias"].stride[1] == 1, CONTIGUOUS, present("dbias"),
+    ),
+    Condition(
+        "AMAX_FORM", "FLOAT amax (L, 2), gate and up apart, without gaps", lambda p, a: f"{p['amax']}",
+        lambda p, a: p.attributes["amax.split_glu"]
+        and p["amax"].data_type is DataType.FLOAT
+        and p["amax"].is_contiguous,
+        "group_amax(dx, offsets, split_glu=True)", present("amax"),
+    ),
+    Condition(
+        "NORM_CONST", "no norm_const", lambda p, a: "norm_const on " + ", ".join(
+            side for side in ("row", "col") if f"norm_const_{side}" in p),
+        lambda p, a: "norm_const_row" not in p and "norm_const_col" not in p, "fold it into alpha or prob",
+    ),
+    Condition(
+        "BLOCK_FORMAT", "MXFP8: E4M3 or E5M2 codes, E8M0 scales of 32", lambda p, a: "; ".join(_formats(p)),
+        lambda p, a: not _formats(p), "another format is quantized unfused", present("q_row", "q_col"),
+    ),
+    Condition(
+        "CODE_LAYOUT", f"row-major codes, rows at multiples of {CODE_PITCH}, and scales without gaps",
+        lambda p, a: ", ".join(_code_layouts(p)), lambda p, a: not _code_layouts(p), CONTIGUOUS,
+        present("q_row", "q_col"),
+    ),
+    Condition(
+        "SCALE_LAYOUTS_EQUAL", "row and column scales both swizzled or both plain",
+        lambda p, a: f"rows {p['sf_row'].scale_layout}, columns {p['sf_col'].scale_layout}",
+        lambda p, a: p.attributes["q_row.swizzled"] == p.attributes["q_col.swizzled"], "give both the same `swizzled`",
+        lambda p, a: "sf_row" in p and "sf_col" in p,
+    ),
+    Condition(
+        "GROUP_MULTIPLE", "end offsets promised to be multiples of what the scales' layout needs (32 for plain column "
+        "scales, 128 for swizzled ones)",
+        lambda p, a: f"offsets promise multiples of {p['offsets'].multiple_of}, scales need {group_multiple(p)}",
+        lambda p, a: p["offsets"].multiple_of % group_multiple(p) == 0,
+        "pad each expert's rows and declare g.tensor(..., multiple_of=128)", present("sf_row", "sf_col"),
+    ),
+    Condition(
+        "LEGAL", "a configuration that the kernel's legality function accepts", lambda p, a: "; ".join(unbuilt(p)),
+        lambda p, a: not unbuilt(p), "sm90.dglu_config.illegal states every limit",
+    ),
+)  # fmt: skip
+"""Every condition of the kernel, in the order in which reasons list them."""
