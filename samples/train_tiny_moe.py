@@ -1,13 +1,14 @@
 """Trains a small byte-level mixture-of-experts language model whose expert MLP runs forward and backward in opfuse.
 
-Beside it trains the same model in plain torch, from the same seed on the same batches: the gradients of the first
-step and the loss of every step must agree. Exits with 1 if they do not, or if the loss does not fall.
+Before it trains the same model in plain torch, from the same seed on the same batches: the gradients of the first
+step and the loss of every step must agree. Exits with 1 if they do not, or if the loss does not fall. Each trains with
+the device to itself, so that speed and peak memory are its own.
 
-    python samples/train_tiny_moe.py [FILE] [--steps 300] [--backend opfuse] [--loss-json FILE] [--plot losses.png]
+    python samples/train_tiny_moe.py [FILE] [--steps 300] [--backend opfuse] [--json FILE] [--plot losses.png]
     python samples/train_tiny_moe.py --device cuda --data-type bfloat16 --hidden 1024 --intermediate 512 --experts 16
 
 With bfloat16 the experts' rows and weights are rounded to it, and all else stays float32: plain torch then rounds
-inside the activation where opfuse does not, so the bounds are wider. `--draw FILE` draws what `--loss-json` wrote.
+inside the activation where opfuse does not, so the bounds are wider. `--draw FILE` draws what `--json` wrote.
 
 Axis letters: B sequences, S bytes of each, T = B * S tokens, V byte values, H hidden, I intermediate, L experts,
 M rows of the experts (two per token, and padding).
@@ -16,6 +17,7 @@ M rows of the experts (two per token, and padding).
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
 import json
 import sys
@@ -158,6 +160,7 @@ class Run:
         self.model = TinyMoE(expert_mlp, shape).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate or LEARNING_RATE)
         self.losses: list[float] = []
+        self.first_gradients: dict[str, torch.Tensor] = {}
         self.tokens, self.seconds, self.peak_bytes = 0, 0.0, 0
 
     def step(self, ids: torch.Tensor) -> None:
@@ -169,6 +172,8 @@ class Run:
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
+        if not self.losses:
+            self.first_gradients = {name: copy_of_gradient(p) for name, p in self.model.named_parameters()}
         self.optimizer.step()
         self.losses.append(loss.item())  # waits for the device
         if len(self.losses) > 1:
@@ -182,11 +187,21 @@ class Run:
         return self.tokens / self.seconds if self.seconds else None
 
     def report(self, name: str) -> str:
-        """Tokens per second, and on a GPU the most memory that was allocated during a step, other models included."""
+        """Tokens per second, and on a GPU the most memory that was allocated during a step."""
         memory = f", peak memory {self.peak_bytes / 2**20:,.1f} MiB" if self.peak_bytes else ""
         rate = self.tokens_per_second
         speed = "one step, not timed" if rate is None else f"{rate:,.0f} tokens/s"
         return f"{name}: {speed}{memory}"
+
+    def record(self) -> dict[str, Any]:
+        """Speed, memory and losses as plain values."""
+        return {"tokens_per_second": self.tokens_per_second, "peak_bytes": self.peak_bytes, "losses": self.losses}
+
+    def release(self) -> None:
+        """Forgets the model and the optimizer, and keeps what was measured."""
+        del self.model, self.optimizer
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class Batches:
@@ -221,25 +236,20 @@ def main() -> int:
         return 2
     if device.type == "cpu":
         torch.set_num_threads(1)  # matrices this small only wait for more
-    runs = {}
-    if options.backend in ("torch", "both"):
-        runs["torch"] = Run(torch_expert_mlp, device, options.seed, shape, options.learning_rate)
-    if options.backend in ("opfuse", "both"):
-        runs["opfuse"] = Run(OpfuseExpertMLP(device, shape), device, options.seed, shape, options.learning_rate)
-
-    failures = train(runs, Batches(text, device, options.seed, shape), options.steps, shape.data_type)
+    runs: dict[str, Run] = {}
+    for name in ("torch", "opfuse") if options.backend == "both" else (options.backend,):
+        mlp = OpfuseExpertMLP(device, shape) if name == "opfuse" else torch_expert_mlp
+        runs[name] = Run(mlp, device, options.seed, shape, options.learning_rate)
+        train(name, runs[name], Batches(text, device, options.seed, shape), options.steps)
+    failures = compare(runs, shape.data_type)
     if options.plot:
         plot(options.plot, {name: run.losses for name, run in runs.items()})
-    if options.loss_json:
-        losses = {name: run.losses for name, run in runs.items()}
-        Path(options.loss_json).write_text(json.dumps(losses, indent=1) + "\n")
-    if options.report_json:
-        told = {name: {"tokens_per_second": run.tokens_per_second, "peak_bytes": run.peak_bytes}
-                for name, run in runs.items()}  # fmt: skip
+    if options.json:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        record = {"gpu": gpu, "torch": str(torch.__version__), "steps": options.steps, "backends": told,
-                  "shape": {**asdict(shape), "data_type": options.data_type}, "failures": failures}  # fmt: skip
-        Path(options.report_json).write_text(json.dumps(record, indent=1) + "\n")
+        record = {"gpu": gpu, "torch": str(torch.__version__), "date": datetime.date.today().isoformat(),
+                  "steps": options.steps, "shape": {**asdict(shape), "data_type": options.data_type},
+                  "failures": failures, "backends": {name: run.record() for name, run in runs.items()}}  # fmt: skip
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     print(f"{len(failures)} checks failed" if failures else "all checks passed")
@@ -247,32 +257,34 @@ def main() -> int:
 
 
 def read_losses(path: str) -> dict[str, list[float]]:
-    """What --loss-json wrote."""
-    losses: dict[str, list[float]] = json.loads(Path(path).read_text())
-    return losses
+    """The loss of every step by backend, of what --json wrote."""
+    backends: dict[str, dict[str, list[float]]] = json.loads(Path(path).read_text())["backends"]
+    return {name: told["losses"] for name, told in backends.items()}
 
 
-def train(runs: dict[str, Run], batches: Batches, steps: int, data_type: DataType) -> list[str]:
-    """Trains every run on the same batches; prints losses, returns what is out of bounds."""
-    failures: list[str] = []
+def train(name: str, run: Run, batches: Batches, steps: int) -> None:
+    """Trains for so many steps, and prints losses. Gives the model's memory back."""
+    print(f"{'step':>6} {name + ' loss':>12}")
     start = time.perf_counter()
-    print(f"{'step':>6}" + "".join(f" {name + ' loss':>12}" for name in runs))
-    with progress_bar(steps, "training") as bar:
+    with progress_bar(steps, f"training {name}") as bar:
         for step in range(1, steps + 1):
-            ids = batches.next()
-            for run in runs.values():
-                run.step(ids)
-            if step == 1 and len(runs) == 2:
-                failures += compare_gradients(runs["torch"].model, runs["opfuse"].model, GRADIENT_BOUND[data_type])
-            losses = "".join(f" {run.losses[-1]:12.6f}" for run in runs.values())
-            bar.advance(f"loss{losses}")
+            run.step(batches.next())
+            loss = f" {run.losses[-1]:12.6f}"
+            bar.advance(f"loss{loss}")
             if step in (1, steps) or step % max(1, steps // 10) == 0:
-                bar.say(f"{step:6}{losses}")
+                bar.say(f"{step:6}{loss}")
     print(f"{steps} steps in {time.perf_counter() - start:.1f} s")
-    for name, run in runs.items():
-        print(run.report(name))
+    print(run.report(name))
+    run.release()
+
+
+def compare(runs: dict[str, Run], data_type: DataType) -> list[str]:
+    """What is out of bounds."""
+    failures: list[str] = []
     if len(runs) == 2:
-        failures += compare_losses(runs["torch"].losses, runs["opfuse"].losses, data_type)
+        plain, fused = runs.values()
+        failures += compare_gradients(plain.first_gradients, fused.first_gradients, GRADIENT_BOUND[data_type])
+        failures += compare_losses(plain.losses, fused.losses, data_type)
     for name, run in runs.items():
         failures += check_fall(name, run.losses)
     return failures
@@ -300,17 +312,22 @@ def plot(path: str, losses: dict[str, list[float]]) -> None:
     pyplot.close(figure)
 
 
-def compare_gradients(plain: nn.Module, fused: nn.Module, bound: float) -> list[str]:
+def compare_gradients(plain: dict[str, torch.Tensor], fused: dict[str, torch.Tensor], bound: float) -> list[str]:
     """The first step's gradients of every parameter: those before the experts too, which see dx and dprob."""
     failures, largest = [], 0.0
-    for (name, a), (_, b) in zip(plain.named_parameters(), fused.named_parameters(), strict=True):
-        assert a.grad is not None and b.grad is not None
-        difference = ((b.grad - a.grad).norm() / a.grad.norm()).item()
+    for name, expected in plain.items():
+        difference = ((fused[name] - expected).norm() / expected.norm()).item()
         largest = max(largest, difference)
         if not difference <= bound:
             failures.append(f"gradient of {name}: relative difference {difference:.1e}, bound {bound:.0e}")
     print(f"gradients of the first step: largest relative difference {largest:.1e} (bound {bound:.0e})")
     return failures
+
+
+def copy_of_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """On the host, where it takes no memory of the other backend."""
+    assert parameter.grad is not None
+    return parameter.grad.to("cpu", copy=True)
 
 
 def windows(losses: list[float], steps: int) -> list[float]:
@@ -356,10 +373,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=SMALL.length, help="bytes of a sequence, at most")
     parser.add_argument("--data-type", choices=("float32", "bfloat16"), default="float32", help="of the experts")
     parser.add_argument("--learning-rate", type=float, help=f"by default {LEARNING_RATE}")
-    parser.add_argument("--loss-json", metavar="PATH", help="write the loss of every step of every backend")
-    parser.add_argument("--report-json", metavar="PATH", help="write tokens per second and peak memory")
+    parser.add_argument("--json", metavar="PATH", help="write losses, tokens per second and peak memory")
     parser.add_argument("--plot", metavar="PATH", help="draw the loss curves as a PNG; needs matplotlib")
-    parser.add_argument("--draw", metavar="PATH", help="draw the losses that --loss-json wrote, and train nothing")
+    parser.add_argument("--draw", metavar="PATH", help="draw the losses that --json wrote, and train nothing")
     return parser.parse_args()
 
 

@@ -16,13 +16,14 @@ BOUND = 1e-3
 
 
 def test_both_backends_learn_and_agree(run_sample, tmp_path):
-    path = tmp_path / "losses.json"
-    done = run_sample("train_tiny_moe.py", "--steps", "60", "--loss-json", str(path))
+    path = tmp_path / "record.json"
+    done = run_sample("train_tiny_moe.py", "--steps", "60", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all checks passed" in done.stdout
     assert done.stderr == "", "the progress bar is for terminals"
-    losses = json.loads(path.read_text())
-    assert list(losses) == ["torch", "opfuse"]
+    record = json.loads(path.read_text())
+    losses = {name: told["losses"] for name, told in record["backends"].items()}
+    assert list(losses) == ["torch", "opfuse"] and not record["failures"]
     assert len(losses["torch"]) == len(losses["opfuse"]) == 60
     assert max(abs(a - b) for a, b in zip(losses["torch"], losses["opfuse"], strict=True)) <= BOUND
     for curve in losses.values():
@@ -75,9 +76,9 @@ def train(load_sample, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["torch", "opfuse"])
 def test_one_backend_alone(backend, train, tmp_path):
-    path = tmp_path / "losses.json"
-    assert train[1](2, "--backend", backend, "--loss-json", str(path)) == 0
-    assert list(json.loads(path.read_text())) == [backend]
+    path = tmp_path / "record.json"
+    assert train[1](2, "--backend", backend, "--json", str(path)) == 0
+    assert list(json.loads(path.read_text())["backends"]) == [backend]
 
 
 def test_reports_its_speed(train, capsys):
@@ -104,16 +105,16 @@ def test_draws_both_curves(train, tmp_path):
 
 def test_draws_curves_that_were_written_on_another_machine(train, tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "losses.json"
-    path.write_text(json.dumps({"torch": [3.0, 2.0], "opfuse": [3.0, 2.1]}))
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"backends": {"torch": {"losses": [3.0, 2.0]}, "opfuse": {"losses": [3.0, 2.1]}}}))
     assert train[1](1, "--draw", str(path)) == 0
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bfloat16_experts_of_another_size_agree(train, tmp_path):
-    path = tmp_path / "report.json"
+    path = tmp_path / "record.json"
     sizes = ["--hidden", "32", "--intermediate", "96", "--experts", "3", "--sequences", "4", "--length", "48"]
-    assert train[1](4, "--data-type", "bfloat16", "--report-json", str(path), *sizes) == 0
+    assert train[1](4, "--data-type", "bfloat16", "--json", str(path), *sizes) == 0
     report = json.loads(path.read_text())
     assert report["shape"]["experts"] == 3 and report["shape"]["data_type"] == "bfloat16" and not report["failures"]
     assert all(run["tokens_per_second"] > 10 for run in report["backends"].values())
