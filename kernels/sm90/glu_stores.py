@@ -7,6 +7,8 @@ far apart. Words are those of a wgmma accumulator: of 8 columns, row lane // 4 +
 
 from __future__ import annotations
 
+from typing import Optional
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
@@ -64,8 +66,10 @@ def store_box(
     row: Int32,
     row_end: Int32,
     column: Int32,
+    limit: Optional[Int32] = None,
 ):
-    """One warp's rows of a box: by TMA when all are the expert's, row by row when its last row is among them."""
+    """One warp's rows of a box: by TMA when all are the expert's, row by row when its last row is among them. `limit`,
+    where a box may reach past it, is where the columns end: a multiple of 8."""
     if row + WARP_ROWS <= row_end:
         tile = (WARP_ROWS, columns)
         target = cute.local_tile(cute.domain_offset((row, column), coords), tile, (0, 0))
@@ -75,14 +79,15 @@ def store_box(
         )
         cute.copy(atom, part, place, cache_policy=cutlass.Int64(stores.STREAM))
     elif row < row_end:
-        _copy_rows(base, columns, warp, tensor, row, row_end, column)
+        _copy_rows(base, columns, warp, tensor, row, row_end, column, limit)
 
 
 @cute.jit
 def _copy_rows(
-    base, columns: cutlass.Constexpr, warp: Int32, tensor: cute.Tensor, row: Int32, row_end: Int32, column: Int32
-):
-    """16 bytes a lane and step, rows before `row_end` only."""
+    base, columns: cutlass.Constexpr, warp: Int32, tensor: cute.Tensor, row: Int32, row_end: Int32, column: Int32,
+    limit: Optional[Int32],
+):  # fmt: skip
+    """16 bytes a lane and step, rows before `row_end` and columns before `limit` only."""
     lane = p.fresh_lane()
     per_row = cutlass.const_expr(columns // 8)
     rows_a_step = cutlass.const_expr(32 // per_row)
@@ -90,5 +95,8 @@ def _copy_rows(
         r, piece = step * rows_a_step + lane // per_row, lane % per_row
         swizzle = (r & 7) if cutlass.const_expr(per_row == 8) else ((r >> 1) & 3)
         at = base + (warp * WARP_ROWS + r) * (per_row * 16) + ((piece ^ swizzle) << 4)
-        if row + r < row_end:
+        inside = row + r < row_end
+        if cutlass.const_expr(limit is not None):
+            inside = inside & (column + piece * 8 < limit)
+        if inside:
             p.store_global(p.row_address(tensor, row + r, column + piece * 8), p.load_shared_v4(at))

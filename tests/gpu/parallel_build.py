@@ -20,6 +20,8 @@ from opfuse.kernels.cache import CacheKey, KernelCache
 ADAPTERS = {
     "DgluConfig": "opfuse.kernels.hopper.grouped_dglu",
     "GluConfig": "opfuse.kernels.hopper.grouped_glu",
+    "GemmConfig": "opfuse.kernels.hopper.grouped_gemm",
+    "WgradConfig": "opfuse.kernels.hopper.grouped_wgrad",
 }
 """Class of a configuration -> the module whose `compiled(config, cache)` compiles it and whose `kernel_cache()` the
 library uses."""
