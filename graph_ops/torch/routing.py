@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ...kernels.torch_ops.token_rows import copy_to_rows, sum_of_choices
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -32,38 +34,32 @@ def route(expert: torch.Tensor, num_experts: int, *, multiple_of: int = 1) -> Ro
     """
     tokens, top_k = expert.shape
     choices = tokens * top_k
-    ids = expert.reshape(-1).clamp(max=num_experts)  # (T * k,)
+    ids = _narrow(expert.reshape(-1).clamp(max=num_experts), num_experts)  # (T * k,)
     by_expert, order = ids.sort(stable=True)
     bins = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
     end = torch.searchsorted(by_expert, bins, right=True)  # (L + 1,)
-    count = torch.diff(end, prepend=torch.zeros_like(end[:1]))
+    count = torch.diff(end, prepend=end.new_zeros(1))
+    index = torch.arange(choices, device=ids.device)
+    if multiple_of == 1:  # the rows are the choices in order of experts
+        slot = torch.empty_like(index).index_copy(0, order, index)
+        return Routing(slot, order // top_k, None, count[:num_experts], top_k)
     padded = (count + (multiple_of - 1)) // multiple_of * multiple_of
     first = padded.cumsum(0) - padded  # (L + 1,); the last one's is the first row of no expert
-    index = torch.arange(choices, device=ids.device)
-    place = (first - (end - count))[by_expert] + index  # (T * k,): the row of each choice in order of experts
+    place = (first - (end - count)).index_select(0, by_expert.int()) + index  # (T * k,): rows in order of experts
     slot = torch.empty_like(place).index_copy(0, order, place)
-    rows = choices
-    if multiple_of != 1:  # padding is for experts with a row, of which there are no more than choices
-        rows = -(-(choices + min(choices, num_experts) * (multiple_of - 1)) // multiple_of) * multiple_of
-    token = torch.zeros(rows, dtype=torch.int64, device=ids.device).index_copy(0, slot, index // top_k)
-    filled = None
-    if multiple_of != 1:
-        filled = torch.zeros(rows, dtype=torch.bool, device=ids.device).index_fill(0, slot, True)
+    # Padding is for experts with a row, of which there are no more than choices.
+    rows = -(-(choices + min(choices, num_experts) * (multiple_of - 1)) // multiple_of) * multiple_of
+    token = torch.zeros(rows, dtype=torch.int64, device=ids.device).index_copy(0, place, order // top_k)
+    filled = torch.zeros(rows, dtype=torch.bool, device=ids.device).index_fill(0, place, True)
     return Routing(slot, token, filled, padded[:num_experts], top_k)
 
 
-def _copy_to_rows(x: torch.Tensor, token: torch.Tensor, filled: torch.Tensor | None) -> torch.Tensor:
-    rows = x.index_select(0, token)
-    if filled is None:
-        return rows
-    empty = ~filled[:, None]
-    # In place is one (M, H) copy less. Compiled, it is none; and torch 2.11 loses the gradient of what is written so.
-    return rows.masked_fill(empty, 0) if torch.compiler.is_compiling() else rows.masked_fill_(empty, 0)
-
-
-def _sum_of_choices(y: torch.Tensor, slot: torch.Tensor, top_k: int) -> torch.Tensor:
-    """A view and a sum: no two writers meet, so the order of additions is always the same."""
-    return y.index_select(0, slot).view(slot.shape[0] // top_k, top_k, y.shape[1]).sum(1)
+def _narrow(ids: torch.Tensor, largest: int) -> torch.Tensor:
+    """The ids in as few bytes as they need: a GPU sorts them by 8 bits a pass."""
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        if largest <= torch.iinfo(dtype).max:
+            return ids.to(dtype)
+    return ids
 
 
 class _Dispatch(torch.autograd.Function):
@@ -72,25 +68,26 @@ class _Dispatch(torch.autograd.Function):
                 top_k: int) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(slot)
         ctx.top_k = top_k
-        return _copy_to_rows(x, token, filled)
+        return copy_to_rows(x, slot, token, filled, top_k)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (slot,) = ctx.saved_tensors
-        return _sum_of_choices(dy, slot, ctx.top_k), None, None, None, None
+        return sum_of_choices(dy, slot, ctx.top_k), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, slot: torch.Tensor, token: torch.Tensor, filled: torch.Tensor | None,
                 top_k: int) -> torch.Tensor:  # fmt: skip
-        ctx.save_for_backward(token, filled)
-        return _sum_of_choices(y, slot, top_k)
+        ctx.save_for_backward(slot, token, filled)
+        ctx.top_k = top_k
+        return sum_of_choices(y, slot, top_k)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        token, filled = ctx.saved_tensors
-        return _copy_to_rows(dy, token, filled), None, None, None, None
+        slot, token, filled = ctx.saved_tensors
+        return copy_to_rows(dy, slot, token, filled, ctx.top_k), None, None, None, None
 
 
 def dispatch(x: torch.Tensor, routing: Routing) -> torch.Tensor:
