@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..ir.dtypes import DataType
-from ..ir.errors import VariantPackError
+from ..ir.errors import GraphNotSupportedError, VariantPackError
 from ..ir.layouts import GluLayout
 from ..ir.nodes.glu import ACTIVATION_PARAMETERS
 
@@ -63,6 +64,45 @@ class MlpConfig:
     @property
     def is_quantized(self) -> bool:
         return self.recipe == MXFP8
+
+
+def _transforms_in_force() -> str:
+    """Which derivatives and transforms the caller is within that custom ops refuse unclearly, or leave out: the tangent
+    of a custom op's result is just not there. Dynamo guards what this reads."""
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp, jacfwd)"
+    return "a transform of torch.func (grad, vjp, jacrev, vmap)" if torch._C._are_functorch_transforms_active() else ""
+
+
+def check_arguments(
+    tensors: Mapping[str, object], flags: Mapping[str, object], numbers: Mapping[str, object], multiple_of: object
+) -> None:
+    """Raises VariantPackError for an argument of a Python type that no op takes, before torch's dispatcher would."""
+    wanted = [
+        *(
+            (name, t, "a dense torch.Tensor", isinstance(t, torch.Tensor) and t.layout is torch.strided)
+            for name, t in tensors.items()
+        ),
+        *((name, v, "True or False", isinstance(v, bool)) for name, v in flags.items()),
+        *((name, v, "a number", isinstance(v, (int, float))) for name, v in numbers.items()),
+        ("multiple_of", multiple_of, "an int", type(multiple_of) is int),
+    ]
+    for name, value, required, fits in wanted:
+        if not fits:
+            raise VariantPackError("ARGUMENT_TYPE", asked=f"{name} of an expert MLP",
+                                   seen=getattr(value, "layout", type(value).__name__), required=required)  # fmt: skip
+
+
+def check_transforms() -> None:
+    """Raises GraphNotSupportedError("TRANSFORM") within forward-mode differentiation and torch.func's transforms."""
+    if seen := _transforms_in_force():
+        raise GraphNotSupportedError(
+            "TRANSFORM",
+            asked="an expert MLP",
+            seen=f"a call within {seen}",
+            required="reverse-mode autograd: backward(), torch.autograd.grad, torch.autograd.functional.vjp",
+            hint="instead of vmap, append the rows of all calls: rows are independent",
+        )
 
 
 def configuration_of(
@@ -198,6 +238,9 @@ def _check_shapes(
             seen=f"w1 with {experts} experts, w2 with {w2.shape[0]}, tokens_per_expert with {offsets.shape[0]}",
             required="the same number of experts in all three",
         )
+    if not columns or not hidden:
+        raise VariantPackError("SHAPE", asked="w1 of an expert MLP", seen=f"shape {tuple(w1.shape)}",
+                               required="(L, 2I, H) with I and H at least 1")  # fmt: skip
     if w2.shape[1] != hidden or columns != 2 * w2.shape[2]:
         raise VariantPackError(
             "WEIGHT_LAYOUT",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..ir.errors import VariantPackError
+from ..ir.errors import GraphError, VariantPackError
 from ..ir.layouts import GluLayout
 
 TAG = "opfuse_glu_layout"
@@ -17,7 +17,12 @@ TAG = "opfuse_glu_layout"
 
 def as_layout(layout: GluLayout | str) -> GluLayout:
     """A GluLayout, or the one that a text names: "concatenated", "interleaved(32)". Raises GraphError."""
-    return layout if isinstance(layout, GluLayout) else GluLayout.parse(layout)
+    if isinstance(layout, GluLayout):
+        return layout
+    if not isinstance(layout, str):
+        raise GraphError("GLU_LAYOUT", asked="a GLU layout", seen=repr(layout),
+                         required="a GluLayout, 'concatenated' or 'interleaved(w)'")  # fmt: skip
+    return GluLayout.parse(layout)
 
 
 def tag(weight: torch.Tensor, layout: GluLayout) -> torch.Tensor:

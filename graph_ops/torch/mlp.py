@@ -18,7 +18,15 @@ from ..ir.nodes.glu import ACTIVATION_PARAMETERS
 from ..ir.op import OpSpec
 from ..ir.ops import OPS
 from . import ops  # noqa: F401  registers torch.ops.opfuse
-from .configuration import MXFP8, UNQUANTIZED, check_call, configuration_of
+from .configuration import (
+    INDEX_TYPES,
+    MXFP8,
+    UNQUANTIZED,
+    check_arguments,
+    check_call,
+    check_transforms,
+    configuration_of,
+)
 from .graphs import Backward, Fc1Backward, Fc2, Forward, Key
 from .layouts import as_layout, check_tag, convert_glu_layout, tag
 
@@ -74,16 +82,23 @@ def grouped_mlp(
 
     On a GPU nothing is read on the host, so token counts are not checked there, and forward and backward can be part of
     a CUDA graph: after one call outside it, which builds the kernels, one capture serves every `tokens_per_expert` of
-    as many rows. Declared types hold under autocast too. Raises VariantPackError; StateError in capture before a build.
+    as many rows. Declared types hold under autocast too. Raises VariantPackError; StateError in capture before a build;
+    GraphNotSupportedError within forward-mode differentiation or a transform of torch.func, which custom ops lack.
     """
+    check_transforms()
+    given = {"x": x, "tokens_per_expert": tokens_per_expert, "w1": w1, "w2": w2}
+    check_arguments(given if probs is None else {**given, "probs": probs}, {"allow_tail": allow_tail}, parameters,
+                    multiple_of)  # fmt: skip
     layout = as_layout(glu_layout)
     check_tag(w1, layout, "w1 of grouped_mlp")
     if save not in ("activation", "preactivation", "inputs"):
         raise VariantPackError("SAVE", asked=f"save={save!r}", required="'activation', 'preactivation' or 'inputs'")
-    if tokens_per_expert.is_floating_point():
+    if tokens_per_expert.dtype not in INDEX_TYPES:
         grad = " that requires grad" if tokens_per_expert.requires_grad else ""
         raise VariantPackError("DATA_TYPE", asked="tokens_per_expert", seen=f"{tokens_per_expert.dtype}{grad}",
                                required="int32 or int64: counts have no gradient")  # fmt: skip
+    if probs is not None and probs.is_complex():
+        raise VariantPackError("DATA_TYPE", asked="probs", seen=probs.dtype, required="real numbers")
     if tokens_per_expert.dim() != 1:
         raise VariantPackError("RANK", asked="tokens_per_expert", seen=f"shape {tuple(tokens_per_expert.shape)}",
                                required="(L,)")  # fmt: skip

@@ -290,6 +290,7 @@ MISTAKES = {
     "MULTIPLE_OF": lambda c: dict(multiple_of=0),
     "SAVE": lambda c: dict(save="everything"),
     "GLU_LAYOUT": lambda c: dict(glu_layout="interleaved(48)"),
+    "ATTRIBUTE_VALUE": lambda c: dict(act="geglu", clamp_max=float("nan")),
 }
 
 
@@ -315,6 +316,12 @@ def test_a_mistake_is_named(code, make_case):
         ("tokens_per_expert", lambda t: t[None], "RANK"),
         ("probs", lambda t: t[:, None], "SHAPE"),
         ("probs", lambda t: t[1:], "SHAPE"),
+        ("probs", lambda t: t + 1j, "DATA_TYPE"),
+        ("tokens_per_expert", lambda t: t > 0, "DATA_TYPE"),
+        ("tokens_per_expert", lambda t: t.tolist(), "ARGUMENT_TYPE"),
+        ("x", lambda t: t.tolist(), "ARGUMENT_TYPE"),
+        ("w1", lambda t: t.detach().to_sparse(), "ARGUMENT_TYPE"),
+        ("w1", lambda t: t[:, :0], "SHAPE"),
     ],
 )
 def test_a_wrong_operand_is_named(name, change, code, make_case):
@@ -323,6 +330,25 @@ def test_a_wrong_operand_is_named(name, change, code, make_case):
     with pytest.raises(OpfuseError) as raised:
         grouped_mlp(**{**given, name: change(given[name])})
     assert raised.value.code == code, str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (dict(multiple_of=2.0), "ARGUMENT_TYPE"),
+        (dict(allow_tail="no"), "ARGUMENT_TYPE"),
+        (dict(act="geglu", clamp_max="7"), "ARGUMENT_TYPE"),
+        (dict(glu_layout=None), "GLU_LAYOUT"),
+        (dict(glu_layout=32), "GLU_LAYOUT"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_an_option_of_another_type_is_named(options, code, recipe, make_case):
+    case = make_case([4, 3])
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(OpfuseError) as raised:
+            grouped_mlp(case.x, case.counts, case.w1, case.w2, recipe=recipe, **options)
+        assert raised.value.code == code, str(raised.value)
 
 
 def test_a_promise_that_counts_break_is_named(make_case):
@@ -338,6 +364,36 @@ def test_a_second_derivative_is_refused(make_case):
     (dx,) = torch.autograd.grad(y.sum(), case.x, create_graph=True)
     with pytest.raises(RuntimeError):
         dx.sum().backward()
+
+
+def dual_tangent(function, x):
+    with torch.autograd.forward_ad.dual_level():
+        return function(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+TRANSFORMS = {
+    "forward_ad": dual_tangent,
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "grad": lambda f, x: torch.func.grad(lambda t: f(t).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_custom_op_has_no_rule_for_is_refused(transform, compiled, make_case):
+    """Its tangent would be left out without a word: a forward-mode derivative of zero."""
+    case = make_case([4, 3])
+    w1, w2 = case.w1.detach(), case.w2.detach()
+
+    def run(x):
+        return TRANSFORMS[transform](lambda t: grouped_mlp(t, case.counts, w1, w2), x)
+
+    if compiled:
+        run = torch.compile(run, backend="eager")
+    with pytest.raises(OpfuseError) as raised:
+        run(case.x.detach())
+    assert raised.value.code == "TRANSFORM"
 
 
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
