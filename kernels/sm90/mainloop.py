@@ -75,13 +75,16 @@ def shares_of_lane(cluster_m: int, cluster_n: int):
 
 @cute.jit
 def multiply_tile(mma_first, mma, acc, frag_a, frag_b, k_tiles: Int32, stage: Int32, phase: Int32, full, empty,
-                  stages: cutlass.Constexpr, shares, hand_over):
-    """Consumer: acc = A B over one tile's k steps; `hand_over()` runs once every wgmma is issued.
+                  stages: cutlass.Constexpr, shares, hand_over, amend=None):
+    """Consumer: acc = A B over one tile's k steps; `hand_over()` runs once every wgmma is issued, and `amend(stage)`,
+    if there is any, when the first step's operands are there.
 
     One k step stays in flight while the next one is issued, so a stage is released one step late.
     """
     k_blocks = cutlass.const_expr(cute.size(frag_a, mode=[2]))
     cute.arch.mbarrier_wait(full + stage, phase)
+    if cutlass.const_expr(amend is not None):
+        amend(stage)
     warpgroup.fence()
     for k in cutlass.range_constexpr(k_blocks):
         at = (None, None, k, stage)
