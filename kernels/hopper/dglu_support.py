@@ -6,7 +6,6 @@ once. The conditions here are about tensors, layouts and meaning, which a config
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..problem import Problem
 from ..sm90.config import GLU_LAYOUTS
 from ..sm90.dglu_config import DgluConfig, finishes, illegal
 from ..sm90.dglu_tune import SHIPPED, candidates, schedule_for
+from .codes_support import BLOCK_FORMAT, CODE_LAYOUT, GROUP_MULTIPLE, NO_NORM_CONST, SCALE_LAYOUTS_EQUAL
 from .support import (
     ACT_PARAMETERS,
     B_LAYOUT,
@@ -34,16 +34,10 @@ from .support import (
     extents,
     present,
     rounding,
-    row_pitch,
     type_name,
     typical,
 )
 
-CODE_PITCH = 16  # codes: 16 bytes
-BLOCK = 32
-CODE_TYPES = (DataType.FP8_E4M3, DataType.FP8_E5M2)
-SWIZZLED_ROW_GROUPS = 128  # rows: a group's row scales start on an atom
-SWIZZLED_COLUMN_GROUPS = 4 * BLOCK
 MATRIX_ROLES = ("a", "c", "d", "activation")
 DERIVED_ROLES = ("dbias", "amax", "q_row", "q_col")
 """Outputs computed from the gradient: the kernel takes its float32 value."""
@@ -130,31 +124,6 @@ def _source_type(p: Problem) -> Any:
     return p.rounding.get("d_wide", p.rounding.get("d", p["d"].data_type if "d" in p else DataType.FLOAT))
 
 
-def _formats(p: Problem) -> list[str]:
-    wrong = []
-    for side in ("row", "col"):
-        if f"q_{side}" in p:
-            block, scale = p.attributes[f"q_{side}.block_size"], p.attributes[f"q_{side}.scale_type"]
-            codes = p[f"q_{side}"].data_type
-            if (block, scale) != (BLOCK, "FP8_E8M0") or codes not in CODE_TYPES:
-                wrong.append(f"q_{side}: {codes!r}, blocks of {block}, {scale} scales")
-    return wrong
-
-
-def _code_layouts(p: Problem) -> list[str]:
-    codes = [f"{r} stride {p[r].stride}" for r in ("q_row", "q_col") if r in p and not row_pitch(p[r], CODE_PITCH)]
-    return codes + [f"{r} stride {p[r].stride}" for r in ("sf_row", "sf_col") if r in p and not p[r].is_contiguous]
-
-
-def group_multiple(p: Problem) -> int:
-    """What every end offset must divide by, for the scales that are asked for."""
-    wanted = 1
-    for role, plain, swizzled in (("sf_row", 1, SWIZZLED_ROW_GROUPS), ("sf_col", BLOCK, SWIZZLED_COLUMN_GROUPS)):
-        if role in p and (layout := p[role].scale_layout) is not None:
-            wanted = math.lcm(wanted, swizzled if layout.swizzled else plain)
-    return wanted
-
-
 DGLU: tuple[Condition, ...] = (
     OPERAND_TYPE,
     Condition(
@@ -202,33 +171,11 @@ DGLU: tuple[Condition, ...] = (
         and p["amax"].is_contiguous,
         "group_amax(dx, offsets, split_glu=True)", present("amax"),
     ),
-    Condition(
-        "NORM_CONST", "no norm_const", lambda p, a: "norm_const on " + ", ".join(
-            side for side in ("row", "col") if f"norm_const_{side}" in p),
-        lambda p, a: "norm_const_row" not in p and "norm_const_col" not in p, "fold it into alpha or prob",
-    ),
-    Condition(
-        "BLOCK_FORMAT", "MXFP8: E4M3 or E5M2 codes, E8M0 scales of 32", lambda p, a: "; ".join(_formats(p)),
-        lambda p, a: not _formats(p), "another format is quantized unfused", present("q_row", "q_col"),
-    ),
-    Condition(
-        "CODE_LAYOUT", f"row-major codes, rows at multiples of {CODE_PITCH}, and scales without gaps",
-        lambda p, a: ", ".join(_code_layouts(p)), lambda p, a: not _code_layouts(p), CONTIGUOUS,
-        present("q_row", "q_col"),
-    ),
-    Condition(
-        "SCALE_LAYOUTS_EQUAL", "row and column scales both swizzled or both plain",
-        lambda p, a: f"rows {p['sf_row'].scale_layout}, columns {p['sf_col'].scale_layout}",
-        lambda p, a: p.attributes["q_row.swizzled"] == p.attributes["q_col.swizzled"], "give both the same `swizzled`",
-        lambda p, a: "sf_row" in p and "sf_col" in p,
-    ),
-    Condition(
-        "GROUP_MULTIPLE", "end offsets promised to be multiples of what the scales' layout needs (32 for plain column "
-        "scales, 128 for swizzled ones)",
-        lambda p, a: f"offsets promise multiples of {p['offsets'].multiple_of}, scales need {group_multiple(p)}",
-        lambda p, a: p["offsets"].multiple_of % group_multiple(p) == 0,
-        "pad each expert's rows and declare g.tensor(..., multiple_of=128)", present("sf_row", "sf_col"),
-    ),
+    NO_NORM_CONST,
+    BLOCK_FORMAT,
+    CODE_LAYOUT,
+    SCALE_LAYOUTS_EQUAL,
+    GROUP_MULTIPLE,
     Condition(
         "LEGAL", "a configuration that the kernel's legality function accepts", lambda p, a: "; ".join(unbuilt(p)),
         lambda p, a: not unbuilt(p), "sm90.dglu_config.illegal states every limit",

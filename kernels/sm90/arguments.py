@@ -58,7 +58,7 @@ def matrix(name: str, dtype: str, rows: str, columns: str | int, pitch: int = 8,
     return Argument(name, dtype, (rows, columns), (None, 1), pitch, alignment)
 
 
-def vector(name: str, dtype: str, size: str, alignment: int = 4) -> Argument:
+def vector(name: str, dtype: str, size: str | int, alignment: int = 4) -> Argument:
     """Without gaps."""
     return Argument(name, dtype, (size,), (1,), 1, alignment)
 

@@ -113,6 +113,14 @@ def load_global_v2(address):
     )
 
 
+def load_global_v4(address):
+    return cute.arch.inline_ptx(
+        "ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
 def store_global(address, words, when=None):
     """1, 2 or 4 32-bit words to global memory at a 64-bit address, in the lanes where `when` holds."""
     n = len(words)
@@ -133,6 +141,11 @@ def store_global_b8(address, word, when=None):
     cute.arch.inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, word], predicate=when)
 
 
+def store_shared_b8(address, word):
+    """The low 8 bits of a word."""
+    cute.arch.inline_ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
 def byte_permute(a, b, selector: int):
     return cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector:#x};", write_only_types=[Uint32], read_only_args=[a, b]
@@ -144,6 +157,11 @@ def byte_permute_by(a, b, selector):
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[a, b, selector]
     )
+
+
+def max_u16x2(a, b):
+    """Maxima of the two unsigned halves of words."""
+    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 def max_nan(a, b):

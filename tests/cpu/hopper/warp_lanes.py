@@ -44,11 +44,12 @@ class Place:
 
 
 class Rows:
-    """A row-major byte tensor with `pitch` bytes a row, and its own `iterator`."""
+    """A row-major tensor with `pitch` bytes a row and `width` bytes an element, and its own `iterator`."""
 
-    def __init__(self, buffer: np.ndarray, pitch: int = 0) -> None:
-        self.buffer, self.pitch, self.iterator = buffer.reshape(-1), pitch, self
-        self.stride = (pitch, 1)
+    def __init__(self, buffer: np.ndarray, pitch: int = 0, width: int = 1) -> None:
+        self.buffer, self.pitch, self.width, self.iterator = buffer.reshape(-1).view(np.uint8), pitch, width, self
+        self.stride = (pitch // width, 1)
+        self.shape = (buffer.size * buffer.itemsize // pitch, pitch // width) if pitch else (buffer.size,)
 
     def toint(self) -> Place:
         return Place(self.buffer)
@@ -88,6 +89,31 @@ class Lanes:
         codes = encode(torch.from_numpy(np.stack(values, 1)), KINDS[dtype]).numpy()
         return codes.view("<u4")[:, 0].astype(np.int64)
 
+    def max_u16x2(self, a: Any, b: Any) -> np.ndarray:
+        a, b = word(a), word(b)
+        return np.maximum(a >> 16, b >> 16) << 16 | np.maximum(a & 0xFFFF, b & 0xFFFF)
+
+    def unpack(self, pair: Any, dtype: str) -> list[np.ndarray]:
+        halves = [word(pair) & 0xFFFF, word(pair) >> 16]
+        if dtype == "bf16":
+            return [self.from_bits(half << 16) for half in halves]
+        values = [half.astype(np.uint16).view(np.float16).astype(np.float32) for half in halves]
+        nan = np.array(0x7FFFFFFF, np.uint32).view(np.float32)  # the hardware's
+        return [np.where(np.isnan(v), nan, v) for v in values]
+
+    def _read(self, place: Place, count: int) -> np.ndarray:
+        at = np.broadcast_to(place.offset, (32,))[:, None] + np.arange(4 * count)
+        assert (at[:, 0] % (4 * count) == 0).all(), "misaligned"
+        assert at.min() >= 0 and at.max() < place.buffer.size, "outside the tensor"
+        return place.buffer[at].view("<u4").astype(np.int64)
+
+    def load_global_v4(self, place: Place) -> list[np.ndarray]:
+        return list(self._read(place, 4).T)
+
+    def load_global(self, place: Place, dtype: Any) -> np.ndarray:
+        """A float32."""
+        return self.from_bits(self._read(place, 1)[:, 0])
+
     def _load(self, address: Any, words: int) -> list[np.ndarray]:
         assert (word(address) % (4 * words) == 0).all(), "misaligned"
         found = self.shared[word(address)[:, None] + np.arange(4 * words)].view("<u4")
@@ -105,6 +131,15 @@ class Lanes:
 
     store_shared_v2 = store_shared_v4 = _store
 
+    def load_shared_i32(self, address: Any) -> np.ndarray:
+        return self._load(address, 1)[0]
+
+    def store_shared_i32(self, address: Any, value: Any) -> None:
+        self._store(address, [value])
+
+    def store_shared_b8(self, address: Any, value: Any) -> None:
+        self.shared[word(address)] = word(value) & 0xFF
+
     def stmatrix4(self, address: Any, words: Sequence[Any]) -> None:
         """Lane 8*t + r names row r of matrix t; lane l holds its bytes 4*(l%4) of row l//4, of each matrix."""
         rows = word(address).reshape(4, 8)
@@ -113,7 +148,7 @@ class Lanes:
             self.shared[at[:, None] + np.arange(4)] = octets([one])
 
     def row_address(self, tensor: Rows, row: Any, column: Any) -> Place:
-        return tensor.toint() + (word(row) * tensor.pitch + word(column))
+        return tensor.toint() + (word(row) * tensor.pitch + word(column) * tensor.width)
 
     def _write(self, place: Place, data: np.ndarray, when: Any) -> None:
         inside = np.broadcast_to(True if when is None else when, (32,))
