@@ -25,7 +25,7 @@ CODES: Mapping[str, str] = {
     INTERIOR_VALUE_ESCAPES: "a value that the kernel does not write is read outside",
     INTERIOR_VALUE_IS_OUTPUT: "a value that the kernel does not write is an output of the graph",
     NOT_CONVEX: "a path leaves the nodes and comes back, so that they cannot run at once",
-    IN_PLACE_WRITER: "a node accumulates into what its output buffer holds",
+    IN_PLACE_WRITER: "one of several nodes accumulates into what its output buffer holds",
     NOT_EXACT_COVER: "a node is absorbed twice, or a value that it writes has no place in the kernel",
     OPERAND_PRODUCED_INSIDE: "the kernel would read from memory a value that it is itself to compute",
     CONTRACTION_CYCLE: "together with other fusions the plan would wait for itself",
@@ -119,6 +119,9 @@ def _operands(view: GraphView, inside: frozenset[int], read: Iterable[int]) -> l
 
 
 def _in_place(view: GraphView, nodes: Sequence[int]) -> list[Reason]:
+    """Of several nodes none may accumulate. Alone one may: its kernel has the attribute, and decides."""
+    if len(nodes) == 1:
+        return []
     return [
         Reason(
             IN_PLACE_WRITER,

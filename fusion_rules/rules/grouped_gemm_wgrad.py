@@ -6,7 +6,7 @@
 2. Dequantizing rounds nothing away: code times scale is exact in FLOAT and BFLOAT16, not in HALF.
 3. No norm_const: the kernel has no place for it.
 4. A dequantized operand has no other reader and is no output; else it stays unfused and feeds the product.
-5. dw is written, not accumulated into.
+5. dw is written; accumulated into where no operand is dequantized, if the kernel can.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ RULE = Rule(
     conditions=(SCALE_AXIS, DEQUANTIZE_ROUNDING),
     structure=(
         "a, dy or both may come from block_scale_dequantize without norm_const",
-        "dw is written, not accumulated into",
+        "dw is written; accumulated into where no operand is dequantized, if the kernel can",
     ),
 )

@@ -56,9 +56,11 @@ def test_an_operand_that_the_kernel_makes_itself():
     assert ask(view, [0, 1], read=(view.nodes[0].output_uids["y"],)) == {"OPERAND_PRODUCED_INSIDE"}
 
 
-def test_an_accumulating_node_is_an_in_place_writer():
+def test_an_accumulating_node_beside_others_is_an_in_place_writer():
+    """Alone it is its kernel's to accept or to decline."""
     view = GraphView(fg.wgrad(accumulate=True).freeze())
-    assert ask(view, [2]) == {"IN_PLACE_WRITER"}
+    assert ask(view, [0, 1, 2]) == {"IN_PLACE_WRITER"}
+    assert ask(view, [2]) == set()
 
 
 def test_convexity_equals_reachability_on_random_graphs():

@@ -194,11 +194,11 @@ def legal(view: GraphView, found: set[Found], pattern: Pattern) -> set[Found]:
 
 
 def oracle_legal(view: GraphView, nodes: list[int], last: int) -> bool:
-    """The same question answered by networkx: closed interior, convex, nothing accumulates."""
+    """The same question answered by networkx: closed interior, convex, and no part accumulates."""
     graph = view.multigraph()
     inside = set(nodes)
     for i in nodes:
-        if view.nodes[i].attribute.get("accumulate"):
+        if len(nodes) > 1 and view.nodes[i].attribute.get("accumulate"):
             return False
         escapes = any(t not in inside for t in graph.successors(i))
         output = any(view.graph.tensors[uid].is_output for _, uid in view.nodes[i].outputs)

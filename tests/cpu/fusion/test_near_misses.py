@@ -66,7 +66,7 @@ variants(
     ("scales_along_columns", "SCALE_AXIS", {"axis": 1}),
     ("one_scale_along_columns", "SCALE_AXIS", {"axis": 1, "quantized": ("dy",)}),
     ("in_place_writer", "IN_PLACE_WRITER", {"accumulate": True}),
-    ("in_place_writer_unquantized", "IN_PLACE_WRITER", {"accumulate": True, "quantized": ()}),
+    ("in_place_writer_of_one_quantized", "IN_PLACE_WRITER", {"accumulate": True, "quantized": ("a",)}),
 )  # fmt: skip
 variants(
     "quantize_row_col", fg.row_col,
@@ -445,6 +445,6 @@ def test_near_misses_do_not_fuse(rule, name, code, build):
             assert reason.code and reason.required and str(reason.observed)
 
 
-@pytest.mark.parametrize("rule", fg.RULE_IDS)
+@pytest.mark.parametrize("rule", fg.FUSIONS)
 def test_each_rule_has_ten_near_misses(rule):
     assert sum(case[0] == rule for case in CASES) >= 10

@@ -13,7 +13,7 @@ from opfuse.kernels.arch import ARCHES, ArchRange
 from opfuse.kernels.problem import ROLES
 
 
-@pytest.mark.parametrize("rule", fg.RULE_IDS)
+@pytest.mark.parametrize("rule", fg.FUSIONS)
 @pytest.mark.parametrize("kernels", [fg.ANY_KERNELS, fg.EXACT_KERNELS], ids=["any", "exact"])
 def test_every_rule_fuses_its_whole_graph(rule, kernels):
     graph = fg.WHOLE[rule]().freeze()
@@ -195,6 +195,15 @@ def test_wgrad_takes_the_dequantized_operands_there_are(quantized):
     assert {r for r in match.roles if r.startswith("sf_")} == {f"sf_{q}" for q in quantized}
 
 
+def test_wgrad_that_accumulates_is_its_kernel_s_to_take():
+    """Alone: beside a dequantize it stays apart."""
+    (match,) = plan(fg.wgrad(quantized=(), accumulate=True).freeze()).matches
+    assert match.problem.attributes["accumulate"] is True
+    report = plan(fg.wgrad(accumulate=True).freeze())
+    assert chosen(report, "grouped_gemm_wgrad") == [(2,)]
+    assert "IN_PLACE_WRITER" in codes(report, "grouped_gemm_wgrad", VerdictKind.UNSUPPORTED)
+
+
 def test_wgrad_leaves_a_shared_dequantized_operand_apart():
     p = fg.wgrad()
     p.outputs.append(p.g.relu(p["a_values"]))
@@ -317,7 +326,7 @@ def test_support_table_lists_every_rule_and_kernel():
 
 def test_the_shipped_table_is_the_default():
     report = fuse(fg.row_col().freeze(), ARCHES["sm90"])
-    assert {v.rule for v in report.verdicts} == {"quantize_row_col"}
+    assert {v.rule for v in report.verdicts} == {"quantize_row_col", "quantize"}
 
 
 WIDE = {"grouped_gemm_dglu": fg.dglu, "grouped_gemm_glu": fg.glu, "grouped_gemm_quant": fg.quant}
