@@ -7,7 +7,7 @@ own, for the guards of compiled code, that takes 0.07.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -27,15 +27,25 @@ def _guards() -> type | None:
 TENSOR_GUARDS = _guards()
 
 
-def alike_to(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+def alike_to(
+    tensors: Sequence[torch.Tensor],
+    *,
+    open_sizes: Collection[tuple[int, int]] = (),
+    open_strides: Collection[tuple[int, int]] = (),
+) -> Callable[..., bool]:
     """A function of as many tensors that says whether each is like the one in its place; it holds none of them.
 
     Modes count that change what an operation on a tensor does: under another inference mode or autocast, the answer may
-    be False for the same tensors.
+    be False for the same tensors. Sizes and strides count but for the open ones, (tensor, axis), where the answer may
+    be True for others; it need not be.
     """
     distinct = len({id(t) for t in tensors}) == len(tensors)  # torch's check takes no tensor twice
     if TENSOR_GUARDS is not None and distinct:
-        shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        shapes: list[list[int | None]] = [[*t.shape] for t in tensors]
+        strides: list[list[int | None]] = [[*t.stride()] for t in tensors]
+        for fixed, free in ((shapes, open_sizes), (strides, open_strides)):
+            for place, axis in free:
+                fixed[place][axis] = None
         check: Callable[..., bool] = TENSOR_GUARDS(
             *tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides
         ).check

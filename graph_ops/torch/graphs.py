@@ -12,20 +12,20 @@ along the row where a matmul sums over columns, in blocks along the column for w
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..builder import Tensor
+from ..calls import Calls
 from ..graph import Graph
 from ..ir.dims import Dim
 from ..ir.dtypes import DataType
 from ..ir.errors import StateError
 from ..ir.layouts import SCALE_ATOM_ROWS, ScaleLayout
-from ..outputs import Outputs
 from .configuration import MXFP8_BLOCK, MlpConfig
 
 
@@ -249,16 +249,25 @@ def _saved_codes(g: Graph, c: MlpConfig, rows: Dim, columns: int, name: str) -> 
     return g.block_scale_dequantize(codes, scales).set_data_type(_value_type(c))
 
 
+_CLOCK = itertools.count()
+
+
 class BuiltGraph:
-    """A built graph and the names of the inputs that it reads."""
+    """A built graph as a function of the inputs that it reads. `used`: when it was called last, later is more."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> None:
         self.graph = graph
-        self.inputs = tuple(t.name for t in graph.operation_graph().graph_inputs)
+        declared = graph.operation_graph()
+        self.inputs = tuple(inputs) or tuple(t.name for t in declared.graph_inputs)
+        self.outputs = tuple(outputs) or tuple(t.name for t in declared.graph_outputs)
+        self.calls = Calls(graph, self.inputs, self.outputs)
+        self.used = next(_CLOCK)
 
-    def __call__(self, given: Mapping[str, torch.Tensor | None]) -> Outputs:
-        """Runs the graph on those of `given` that it reads."""
-        return self.graph({name: given[name] for name in self.inputs})
+    def __call__(self, given: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Runs the graph on those of `given` that it reads; its outputs by name."""
+        self.used = next(_CLOCK)
+        made = self.calls(*[given[name] for name in self.inputs])  # type: ignore[arg-type]
+        return dict(zip(self.outputs, made, strict=True))
 
 
 class GraphCache:
@@ -269,25 +278,27 @@ class GraphCache:
 
     def __init__(self, limit: int = 128) -> None:
         self.limit = limit
-        self._graphs: OrderedDict[object, BuiltGraph] = OrderedDict()
+        self._graphs: dict[object, BuiltGraph] = {}
         self._lock = threading.RLock()
 
-    def get(self, key: object, build: Callable[[], Graph]) -> BuiltGraph:
+    def get(self, key: object, build: Callable[[], BuiltGraph]) -> BuiltGraph:
         """The graph of `key`; `build` makes it where there is none."""
-        with self._lock:
-            found = self._graphs.get(key)
-            if found is None:
-                found = self._graphs[key] = BuiltGraph(build())
-                while len(self._graphs) > self.limit:
-                    self._graphs.popitem(last=False)
-            else:
-                self._graphs.move_to_end(key)
-            return found
+        found = self._graphs.get(key)
+        if found is None:
+            with self._lock:
+                found = self._graphs.get(key)
+                if found is None:
+                    made = build()
+                    while len(self._graphs) >= self.limit:
+                        del self._graphs[min(self._graphs, key=lambda held: self._graphs[held].used)]
+                    found = self._graphs[key] = made
+        found.used = next(_CLOCK)
+        return found
 
     def graphs(self) -> list[BuiltGraph]:
         """Those that are held, the most recently used last."""
         with self._lock:
-            return [*self._graphs.values()]
+            return sorted(self._graphs.values(), key=lambda held: held.used)
 
     def clear(self) -> None:
         """Forgets every graph."""
@@ -308,7 +319,7 @@ def graph_of(key: Key) -> BuiltGraph:
     Raises StateError("BUILD_IN_CAPTURE") where that would be inside CUDA graph capture.
     """
 
-    def build() -> Graph:
+    def build() -> BuiltGraph:
         if key.config.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise StateError(
                 "BUILD_IN_CAPTURE",
@@ -317,6 +328,6 @@ def graph_of(key: Key) -> BuiltGraph:
                 required="one call, forward and backward, with the same buffers before the capture",
                 hint="torch.cuda.make_graphed_callables warms up by itself; torch.cuda.graph does not",
             )
-        return key.declare().build()
+        return BuiltGraph(key.declare().build())
 
     return GRAPHS.get(key, build)

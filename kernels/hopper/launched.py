@@ -68,10 +68,10 @@ class Launched:
         self, problem: Problem, device: torch.device, config: Any, arguments: Sequence[Argument], function: Any
     ) -> None:
         self.config = config
-        self._problem, self._device, self._discrete = problem, device, problem["b"].discrete
-        _, _, _, experts = support.extents(problem)
-        assert isinstance(experts, int)
-        self._experts = experts
+        self._problem, self._device = problem, device
+        self._discrete = "b" in problem and problem["b"].discrete
+        # How many addresses a launch passes: a number, as conditions EXPERTS require.
+        self._experts = evaluate(problem["b"].dim[0], {}) if self._discrete else 0
         self._addresses = AddressArrays(device, support.ALIGNMENT)
         self._arguments, self._function = arguments, function
         self._stream = current_stream(device)
@@ -88,6 +88,10 @@ class Launched:
     def has_tiles(self, sizes: Mapping[str, int]) -> bool:
         """Whether an expert can own a row."""
         return sizes["M"] > 0
+
+    def clusters(self) -> int:
+        """Clusters of one launch."""
+        return launching.clusters(self.config.schedule, self._device)
 
     def _kernel_bytes(self, bindings: Mapping[str, int]) -> int:
         return -(-self.scratch_bytes(self.sizes(bindings)) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
@@ -119,9 +123,18 @@ class Launched:
         """`run` of these buffers as a function of the stream's handle, which holds addresses and no tensor; None where
         `run` does more than to launch."""
         words = self._template(bindings)
-        if words is None or not isinstance(buffers["b"], torch.Tensor):
+        if words is None or (self._discrete and not isinstance(buffers["b"], torch.Tensor)):
             return None
         return functools.partial(self._function, *words.at(self._tensors(buffers, workspace)))
+
+    def words(self, bindings: Mapping[str, int]) -> tuple[Callable[..., object], Words] | None:
+        """The function of `run` and its integers at these symbol values, addresses missing and the stream: `places` has
+        them by role, and "workspace". None where `run` does more than to launch."""
+        words = self._template(bindings)
+        if words is None or self._discrete:
+            return None
+        named = tuple((place, self.role_of.get(name, name)) for place, name in words.places)
+        return self._function, Words(words.values, named)
 
     def _tensors(self, buffers: Mapping[str, Buffer], workspace: torch.Tensor | None) -> dict[str, Any]:
         renamed = {name: buffers[role] for name, role in self.role_of.items() if role in buffers}
@@ -156,4 +169,4 @@ class Launched:
                 opened[argument.name] = argument.opened(spec.shape(bindings), stride)
             else:
                 opened[argument.name] = ()
-        return words_of(self._arguments, sizes, launching.clusters(self.config.schedule, self._device), opened)
+        return words_of(self._arguments, sizes, self.clusters(), opened)

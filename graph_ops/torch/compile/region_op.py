@@ -19,6 +19,7 @@ from ...ir.graph import OpGraph
 from ...ir.serialize import from_json
 from ...ir.tensor import TensorSpec
 from ..graphs import GRAPHS, BuiltGraph
+from ..registration import register
 
 SCHEMA = "(Tensor[] inputs, str definition, str[] disable) -> Tensor[]"
 
@@ -33,8 +34,10 @@ def _parse(definition: str) -> tuple[OpGraph, tuple[TensorSpec, ...], tuple[Tens
 
 
 def _built(definition: str, device: torch.device, disable: tuple[str, ...]) -> BuiltGraph:
-    def build() -> Graph:
-        return Graph.from_operation_graph(_parse(definition)[0], device=device, disable=disable).build()
+    def build() -> BuiltGraph:
+        graph, inputs, outputs = _parse(definition)
+        made = Graph.from_operation_graph(graph, device=device, disable=disable).build()
+        return BuiltGraph(made, [s.name for s in inputs], [s.name for s in outputs])
 
     return GRAPHS.get((definition, device, disable), build)
 
@@ -66,18 +69,16 @@ def _as_declared(tensor: torch.Tensor, spec: TensorSpec, bindings: Mapping[str, 
 
 
 def _run_graph(inputs: Sequence[torch.Tensor], definition: str, disable: Sequence[str]) -> list[torch.Tensor]:
-    _, specs, outputs = _parse(definition)
-    bindings = _bindings(specs, inputs)
-    given = {s.name: _as_declared(t, s, bindings) for s, t in zip(specs, inputs, strict=True)}
-    found = _built(definition, inputs[0].device, tuple(disable))(given)
-    return [found[s.name] for s in outputs]
+    calls = _built(definition, inputs[0].device, tuple(disable)).calls
+    made = calls.again(inputs)
+    if made is None:
+        _, specs, _ = _parse(definition)
+        bindings = _bindings(specs, inputs)
+        made = calls(*[_as_declared(t, s, bindings) for s, t in zip(specs, inputs, strict=True)])
+    return list(made)
 
 
-run_graph = torch.library.custom_op("opfuse::run_graph", _run_graph, mutates_args=(), schema=SCHEMA)
-
-
-@run_graph.register_fake
-def _(inputs: Sequence[torch.Tensor], definition: str, disable: Sequence[str]) -> list[torch.Tensor]:
+def _fake_graph(inputs: Sequence[torch.Tensor], definition: str, disable: Sequence[str]) -> list[torch.Tensor]:
     _, specs, outputs = _parse(definition)
     bindings = _bindings(specs, inputs)
     return [
@@ -87,3 +88,6 @@ def _(inputs: Sequence[torch.Tensor], definition: str, disable: Sequence[str]) -
         )
         for s in outputs
     ]  # fmt: skip
+
+
+run_graph = register("run_graph", SCHEMA, _run_graph, _fake_graph)
