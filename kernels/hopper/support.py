@@ -52,11 +52,11 @@ def b_major(problem: Problem) -> str | None:
     if b.discrete:  # addresses say nothing of strides: each expert's matrix is packed
         packed = {"k": (1, b.dim[1]), "n": (b.dim[2], 1)}
         return next((major for major, strides in packed.items() if (k_stride, n_stride) == strides), None)
-    if not _divides(b.stride[0], ROW_PITCH):
+    if not divides(b.stride[0], ROW_PITCH):
         return None
-    if k_stride == 1 and _divides(n_stride, ROW_PITCH):
+    if k_stride == 1 and divides(n_stride, ROW_PITCH):
         return "k"
-    return "n" if n_stride == 1 and _divides(k_stride, ROW_PITCH) else None
+    return "n" if n_stride == 1 and divides(k_stride, ROW_PITCH) else None
 
 
 def type_name(problem: Problem, role: str) -> str | None:
@@ -81,14 +81,14 @@ def typical(extent: Dim) -> int:
     return extent if isinstance(extent, int) else 2048
 
 
-def _divides(stride: Dim, pitch: int) -> bool:
+def divides(stride: Dim, pitch: int) -> bool:
     """Whether a stride is known to be a multiple of `pitch`; none of a broadcast axis, 0, which TMA was never given."""
     return stride != 0 and known_divisor(stride) % pitch == 0
 
 
 def row_pitch(tensor: TensorSpec, pitch: int) -> bool:
     """Whether a tensor is row-major with rows at multiples of `pitch` elements."""
-    return tensor.stride[1] == 1 and _divides(tensor.stride[0], pitch)
+    return tensor.stride[1] == 1 and divides(tensor.stride[0], pitch)
 
 
 def bad_matrices(p: Problem, roles: Iterable[str]) -> list[str]:

@@ -20,6 +20,7 @@ from opfuse.kernels.cache import CacheKey, KernelCache
 ADAPTERS = {
     "DgluConfig": "opfuse.kernels.hopper.grouped_dglu",
     "GluConfig": "opfuse.kernels.hopper.grouped_glu",
+    "QuantizeConfig": "opfuse.kernels.hopper.quantize_row_col",
     "GemmConfig": "opfuse.kernels.hopper.grouped_gemm",
     "WgradConfig": "opfuse.kernels.hopper.grouped_wgrad",
 }
