@@ -4,10 +4,11 @@ The bytes of a text are the tokens. A router, the same on all ranks, sends each 
 an all-to-all carries rows and their weights there, opfuse runs the experts, and another all-to-all carries the results
 back. Each rank then checks its outputs and gradients, the router's among them, against plain torch on one process, with
 three kinds of routing: as the router says, nearly all to one expert, and nothing at all to the last rank's experts.
-Exits with 1 if a check fails.
+Exits with 1 if a check fails. Beside opfuse's experts the same weights run by torch's grouped_mm and autograd, all else
+the same, step by step in turn: what the experts alone change in a step with its exchanges. `--arms` picks.
 
     torchrun --standalone --nproc-per-node 2 samples/expert_parallel.py [FILE] [--tokens 512] [--device cuda]
-    ... --data-type bfloat16 --hidden 2048 --intermediate 768 --experts 64 --tokens 8192 --json FILE
+    ... --data-type bfloat16 --hidden 2048 --intermediate 768 --experts 64 --tokens 8192 --repeats 20 --json FILE
 
 How many rows each rank gets is known on the devices only, and torch's all-to-all of uneven parts wants to know it on
 the host, NCCL's too: one read of 2 W counts a layer and step. The experts themselves read nothing there.
@@ -21,10 +22,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from moe_data import read_text
 from opfuse.graph_ops.torch import GroupedMLP
 from opfuse.graph_ops.torch.routing import combine, dispatch, route
@@ -72,6 +75,7 @@ class ExpertParallelMLP(nn.Module):
         self.experts, self.local = experts, experts // dist.get_world_size()
         self.router = nn.Linear(hidden, experts, bias=False, **made)
         self.mlp = GroupedMLP(self.local, hidden, intermediate, **made)
+        self.arm = "opfuse"
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """(T, H) -> (T, H). `bias` (L,) is added to the logits, to force a routing."""
@@ -96,8 +100,44 @@ class ExpertParallelMLP(nn.Module):
         expert = ids.repeat_interleave(arriving.flatten(), output_size=rows.shape[0])  # (R,)
         order = route(expert[:, None], self.local)
         grouped = probs.new_zeros(rows.shape[0]).index_copy(0, order.slot, probs)  # (R,)
-        y, _ = self.mlp(dispatch(rows, order), order.tokens_per_expert, grouped)
-        return combine(y, order)
+        return combine(ARMS[self.arm](self.mlp, dispatch(rows, order), order.tokens_per_expert, grouped), order)
+
+
+def opfuse_experts(mlp: GroupedMLP, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """(R, H), (E,), (R,) -> (R, H)."""
+    y: torch.Tensor = mlp(rows, counts, probs)[0]
+    return y
+
+
+def torch_experts(mlp: GroupedMLP, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """The same from the same weights by torch's grouped_mm, or by a loop where it does not serve."""
+    if rows.dtype not in GROUPED_MM_TYPES or not rows.shape[0]:
+        parts = zip(rows.split(counts.tolist()), mlp.w1, mlp.w2, strict=True)
+        y = torch.cat([gated(part @ w1.T) @ w2.T for part, w1, w2 in parts])
+        return y * probs[:, None].to(y.dtype)
+    grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    act = gated(grouped_mm(rows, mlp.w1.transpose(1, 2), offs=offsets))  # (R, I)
+    weighted = (act * probs[:, None]).to(act.dtype)
+    y = grouped_mm(weighted, mlp.w2.transpose(1, 2), offs=offsets)
+    return y
+
+
+def gated(h: torch.Tensor) -> torch.Tensor:
+    """(R, 2I) -> (R, I)."""
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+ARMS = {"opfuse": opfuse_experts, "grouped_mm": torch_experts}
+"""Who runs the experts."""
+GROUPED_MM_TYPES = (torch.bfloat16,)
+"""What grouped_mm takes on every device and in every torch from 2.9."""
+
+
+def how(arm: str, dtype: torch.dtype) -> str:
+    """What an arm's numbers are of."""
+    return f"{arm}, here a loop over experts" if arm != "opfuse" and dtype not in GROUPED_MM_TYPES else arm
 
 
 def choose(logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,17 +249,28 @@ def main() -> int:
         measured: list[dict[str, Any]] = []
         for routing in ROUTINGS if world > 1 else ROUTINGS[:2]:  # a rank alone is the last one too
             bias = routing_bias(routing, options.experts, model.local, device)
-            step = run_step(model, x, dy, bias)
-            largest, found = compare(step, reference(model, x, dy, bias), BOUNDS[dtype])
-            rows = gather(received_rows(model, x, bias))
-            seconds = time_steps(model, x, dy, bias, options.repeats)
-            rate = world * options.tokens / seconds
-            measured.append({"routing": routing, "rows_per_rank": rows.tolist(), "difference": largest,
-                             "milliseconds": 1e3 * seconds, "tokens_per_second": rate})  # fmt: skip
+            wanted = reference(model, x, dy, bias)
+            received = received_rows(model, x, bias)  # (E,)
+            rows = gather(received.sum()[None]).tolist()
+            arms: dict[str, dict[str, Any]] = {}
+            for arm in options.arms:
+                model.arm = arm
+                step = run_step(model, x, dy, bias)
+                if arm != "opfuse":  # torch's grouped_mm need not write the gradients of experts without rows
+                    step.dw1[received == 0] = step.dw2[received == 0] = 0
+                largest, found = compare(step, wanted, BOUNDS[dtype])
+                arms[arm] = {"runs": how(arm, dtype), "difference": largest}
+                failures += [f"{routing}: {arm}: {failure}" for failure in found]
+            for arm, seconds in time_steps(model, x, dy, bias, options.arms, options.repeats).items():
+                middle = statistics.median(seconds)
+                arms[arm] |= {"milliseconds": 1e3 * middle, "milliseconds_each": [1e3 * s for s in seconds],
+                              "tokens_per_second": world * options.tokens / middle}  # fmt: skip
+            measured.append({"routing": routing, "rows_per_rank": rows, "arms": arms})
             if rank == 0:
-                print(f"{routing}: rows per rank {rows.tolist()}, largest relative difference {largest:.1e} "
-                      f"(bound {BOUNDS[dtype]:.0e}), {rate:,.0f} tokens/s", flush=True)  # fmt: skip
-            failures += [f"{routing}: {failure}" for failure in found]
+                print(f"{routing}: rows per rank {rows}, bound {BOUNDS[dtype]:.0e}", flush=True)
+                for result in arms.values():
+                    print(f"  {result['runs']}: largest relative difference {result['difference']:.1e}, "
+                          f"{result['tokens_per_second']:,.0f} tokens/s", flush=True)  # fmt: skip
         for failure in failures:
             print(f"FAILED: {failure}", file=sys.stderr)
         total = torch.tensor([len(failures)], device=device)
@@ -249,25 +300,33 @@ def write_record(options: argparse.Namespace, world: int, device: torch.device, 
 
 
 def received_rows(model: ExpertParallelMLP, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """(1,): the rows that this rank's experts get."""
+    """(E,): the rows that each of this rank's experts gets."""
     with torch.no_grad():
         counts = route(choose(model.router(x), bias)[1], model.experts).tokens_per_expert
     dist.all_reduce(counts)
-    return counts.view(-1, model.local).sum(1)[dist.get_rank()][None]
+    return counts.view(-1, model.local)[dist.get_rank()]
 
 
-def time_steps(model: ExpertParallelMLP, x: torch.Tensor, dy: torch.Tensor, bias: torch.Tensor, repeats: int) -> float:
-    """Seconds of one step, forward and backward, all ranks together: what the slowest takes."""
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    dist.barrier()
-    start = time.perf_counter()
+def time_steps(model: ExpertParallelMLP, x: torch.Tensor, dy: torch.Tensor, bias: torch.Tensor, arms: Sequence[str],
+               repeats: int) -> dict[str, list[float]]:  # fmt: skip
+    """Seconds of each step, forward and backward, by arm, in turn; all ranks together: what the slowest takes."""
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(repeats):
-        run_step(model, x, dy, bias)
+        for arm in arms:
+            model.arm = arm
+            wait_for_all(x)
+            start = time.perf_counter()
+            run_step(model, x, dy, bias)
+            wait_for_all(x)
+            seconds[arm].append(time.perf_counter() - start)
+    return seconds
+
+
+def wait_for_all(x: torch.Tensor) -> None:
+    """Until every rank has done what it was asked so far."""
     if x.is_cuda:
         torch.cuda.synchronize()
     dist.barrier()
-    return (time.perf_counter() - start) / repeats
 
 
 @contextmanager
@@ -301,7 +360,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--intermediate", type=int, default=96)
     parser.add_argument("--data-type", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=3, help="steps to time")
+    parser.add_argument("--repeats", type=int, default=3, help="steps of each arm to time")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="who runs the experts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="PATH", help="write what was measured")
     return parser.parse_args()
