@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.torch_ops.route_choices import place_choices
 from ...kernels.torch_ops.token_rows import copy_to_rows, sum_of_choices
 
 
@@ -32,34 +33,7 @@ def route(expert: torch.Tensor, num_experts: int, *, multiple_of: int = 1) -> Ro
 
     Each expert's rows are padded to a multiple of `multiple_of`; how many rows there are follows from shapes alone.
     """
-    tokens, top_k = expert.shape
-    choices = tokens * top_k
-    ids = _narrow(expert.reshape(-1).clamp(max=num_experts), num_experts)  # (T * k,)
-    by_expert, order = ids.sort(stable=True)
-    bins = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
-    end = torch.searchsorted(by_expert, bins, right=True)  # (L + 1,)
-    count = torch.diff(end, prepend=end.new_zeros(1))
-    index = torch.arange(choices, device=ids.device)
-    if multiple_of == 1:  # the rows are the choices in order of experts
-        slot = torch.empty_like(index).index_copy(0, order, index)
-        return Routing(slot, order // top_k, None, count[:num_experts], top_k)
-    padded = (count + (multiple_of - 1)) // multiple_of * multiple_of
-    first = padded.cumsum(0) - padded  # (L + 1,); the last one's is the first row of no expert
-    place = (first - (end - count)).index_select(0, by_expert.int()) + index  # (T * k,): rows in order of experts
-    slot = torch.empty_like(place).index_copy(0, order, place)
-    # Padding is for experts with a row, of which there are no more than choices.
-    rows = -(-(choices + min(choices, num_experts) * (multiple_of - 1)) // multiple_of) * multiple_of
-    token = torch.zeros(rows, dtype=torch.int64, device=ids.device).index_copy(0, place, order // top_k)
-    filled = torch.zeros(rows, dtype=torch.bool, device=ids.device).index_fill(0, place, True)
-    return Routing(slot, token, filled, padded[:num_experts], top_k)
-
-
-def _narrow(ids: torch.Tensor, largest: int) -> torch.Tensor:
-    """The ids in as few bytes as they need: a GPU sorts them by 8 bits a pass."""
-    for dtype in (torch.uint8, torch.int16, torch.int32):
-        if largest <= torch.iinfo(dtype).max:
-            return ids.to(dtype)
-    return ids
+    return Routing(*place_choices(expert, num_experts, multiple_of), expert.shape[1])
 
 
 class _Dispatch(torch.autograd.Function):

@@ -5,7 +5,7 @@ is out[t] = sum over j of source[slot[t * top_k + j]], added in float32 in the o
 reads each token once and writes it top_k times, where a gather by rows would read it as often: 704 MB instead of 940
 for 16384 tokens of 7168 bf16 with two choices. Both have no shared memory and no barrier.
 
-Threads: 2**shift neighbouring ones take a row's 16-byte words in turn, in batches of words that make LOADS loads a
+Threads: 2**shift neighbouring ones take a row's 16-byte words in turn, in batches of words that make `loads` loads a
 thread, of which the compiler issues 4 to 8 before the first is used. Blocks are (tokens, parts of a row): more than one
 part only where there are too few tokens to fill the GPU. Behind the tokens' blocks of the copy come those that zero
 empty rows. Loads past a row's end or the last token read again what is there: a predicate on a load keeps its registers
@@ -14,42 +14,23 @@ alive around the loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 
 from . import primitives as p
+from .routing_config import WORD_BYTES, TokenRowsConfig
 
-THREADS = 128
-LOADS = 8  # 16-byte loads that a thread has under way: 8 blocks an SM keep 128 KB in flight, and 35 KB would do
-MAX_CHOICES = 32
-WORD = 16
 FILL = 1056  # blocks that fill the GPU: 8 a multiprocessor of an H200
 ROWS_A_BLOCK = 64  # of those that look for empty rows
-
-
-@dataclass(frozen=True)
-class TokenRowsConfig:
-    """What is compiled in. `dtype`: of the rows that are added up, bf16, fp16 or fp32; None: the copy, of any type."""
-
-    top_k: int
-    dtype: str | None
-    threads: int = THREADS
-    loads: int = LOADS
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"top_k": self.top_k, "dtype": self.dtype, "threads": self.threads, "loads": self.loads}
 
 
 class TokenRows:
     """What both kernels share: the grid, and each thread's place in it."""
 
     def __init__(self, config: TokenRowsConfig) -> None:
-        self.config, self.top_k = config, config.top_k
+        self.config, self.top_k, self.loads = config, config.top_k, config.loads
         loads_a_word = config.top_k if config.dtype else 1
         self.batch = max(1, config.loads // loads_a_word)
 
@@ -102,7 +83,7 @@ class SumOfChoices(TokenRows):
     def kernel(self, source: Int64, pitch: Int64, slot: Int64, out: Int64, tokens: Int32, words: Int32, shift: Int32):
         token, place, limit, first, step = self._place(tokens, words, shift)
         rows = self._rows(source, pitch, slot, token)
-        into = out + Int64(token) * Int64(words) * WORD
+        into = out + Int64(token) * Int64(words) * WORD_BYTES
         for start in cutlass.range(first, words, step, unroll=1):
             self._batch(rows, into, start + place, words, limit, shift)
 
@@ -110,14 +91,14 @@ class SumOfChoices(TokenRows):
     def _batch(self, rows, into: Int64, first: Int32, words: Int32, limit: Int32, shift: Int32):
         places = [first + (Int32(b) << shift) for b in range(self.batch)]
         inside = [cutlass.min(place, words - 1) for place in places]
-        loaded = [[_load(row + Int64(word) * WORD) for row in rows[:LOADS]] for word in inside]
+        loaded = [[_load(row + Int64(word) * WORD_BYTES) for row in rows[: self.loads]] for word in inside]
         for b in cutlass.range_constexpr(self.batch):
             total = self._unpacked(loaded[b][0])
             for j in cutlass.range_constexpr(1, self.top_k):
-                # Past the first ones, a row's word is loaded where it is added: registers are for LOADS of them.
-                word = loaded[b][j] if j < LOADS else _load(rows[j] + Int64(inside[b]) * WORD)
+                # Past the first ones, a row's word is loaded where it is added: registers are for `loads` of them.
+                word = loaded[b][j] if j < self.loads else _load(rows[j] + Int64(inside[b]) * WORD_BYTES)
                 total = [a + b for a, b in zip(total, self._unpacked(word), strict=True)]
-            p.store_global(into + Int64(places[b]) * WORD, self._packed(total), places[b] < limit)
+            p.store_global(into + Int64(places[b]) * WORD_BYTES, self._packed(total), places[b] < limit)
 
     def _unpacked(self, words):
         if self.config.dtype == "fp32":
@@ -150,7 +131,7 @@ class CopyToChoices(TokenRows):
         block, part, _ = cute.arch.block_idx()
         if block < blocks:
             token, place, limit, first, step = self._place(tokens, words, shift)
-            targets = self._rows(out, Int64(words) * WORD, slot, token)
+            targets = self._rows(out, Int64(words) * WORD_BYTES, slot, token)
             base = source + Int64(token) * pitch
             for start in cutlass.range(first, words, step, unroll=1):
                 self._batch(base, targets, start + place, words, limit, shift)
@@ -160,10 +141,10 @@ class CopyToChoices(TokenRows):
     @cute.jit
     def _batch(self, base: Int64, targets, first: Int32, words: Int32, limit: Int32, shift: Int32):
         places = [first + (Int32(b) << shift) for b in range(self.batch)]
-        loaded = [_load(base + Int64(cutlass.min(place, words - 1)) * WORD) for place in places]
+        loaded = [_load(base + Int64(cutlass.min(place, words - 1)) * WORD_BYTES) for place in places]
         for b in cutlass.range_constexpr(self.batch):
             for target in targets:
-                p.store_global(target + Int64(places[b]) * WORD, loaded[b], places[b] < limit)
+                p.store_global(target + Int64(places[b]) * WORD_BYTES, loaded[b], places[b] < limit)
 
     @cute.jit
     def _zero_empty(self, filled: Int64, out: Int64, first: Int32, rows: Int32, words: Int32):
@@ -172,9 +153,9 @@ class CopyToChoices(TokenRows):
         last = cutlass.min(first + ROWS_A_BLOCK, rows)
         for row in cutlass.range(first + thread // 32, last, self.config.threads // 32, unroll=4):
             if _load_u8(filled + Int64(row)) == 0:
-                base = out + Int64(row) * Int64(words) * WORD
+                base = out + Int64(row) * Int64(words) * WORD_BYTES
                 for word in cutlass.range(thread % 32, words, 32, unroll=1):
-                    p.store_global(base + Int64(word) * WORD, [Uint32(0)] * 4)
+                    p.store_global(base + Int64(word) * WORD_BYTES, [Uint32(0)] * 4)
 
 
 def _load(address):

@@ -10,28 +10,15 @@ serve. There torch gathers, masks and sums.
 from __future__ import annotations
 
 import functools
-import os
-import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ...graph_ops.ir.errors import StateError
-from ..cache import CacheKey, KernelCache, compiler_versions, source_digest
-from .uncovered import CAPABILITY, device_capability
+from ..sm90.routing_config import MOST_CHOICES, MOST_ROWS, WORD_BYTES, TokenRowsConfig
+from .small_kernels import Kernel, launch, load, place_obstacle
 
-KERNEL = "sm90.token_rows"
-SOURCES = [Path(__file__).parents[1] / "sm90" / name for name in ("token_rows.py", "primitives.py")]
+NAME = "sm90.token_rows"
+SOURCES = ("token_rows.py", "routing_config.py", "primitives.py")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-WORD_BYTES = 16
-MOST_CHOICES = 32
-MOST_ROWS = 2**31 - 1
-
-_LOCK = threading.Lock()
 
 
 def copy_to_rows(
@@ -47,9 +34,9 @@ def copy_to_rows(
         return _gathered(x, token, filled)
     out = x.new_empty(rows, x.shape[1])
     if out.numel():
-        _, copy = _functions(top_k, x.dtype)
+        _, copy = _kernels(top_k, DTYPES[x.dtype])
         marks, marked = (0, 0) if filled is None else (filled.data_ptr(), rows)
-        _launch(copy, x, slot.data_ptr(), marks, out.data_ptr(), x.shape[0], marked)
+        launch(copy, x.device, *_rows(x), slot.data_ptr(), marks, out.data_ptr(), x.shape[0], marked, _words(x))
     return out
 
 
@@ -61,40 +48,32 @@ def sum_of_choices(y: torch.Tensor, slot: torch.Tensor, top_k: int) -> torch.Ten
         return y.index_select(0, slot).view(tokens, top_k, y.shape[1]).sum(1)
     out = y.new_empty(tokens, y.shape[1])
     if out.numel():
-        add, _ = _functions(top_k, y.dtype)
-        _launch(add, y, slot.data_ptr(), out.data_ptr(), tokens)
+        add, _ = _kernels(top_k, DTYPES[y.dtype])
+        launch(add, y.device, *_rows(y), slot.data_ptr(), out.data_ptr(), tokens, _words(y))
     return out
 
 
 def obstacle(x: torch.Tensor, slot: torch.Tensor, top_k: int, rows: int) -> str:
-    """Why the kernel does not serve rows `x`, to or from `rows` rows; "" where it does.
+    """Why the kernels do not serve rows `x`, to or from `rows` rows; "" where they do.
 
-    Reads nothing on the device. The cheapest and most frequent reason comes first, and later ones are not looked for.
+    Reads nothing on the device. The first reason found is the answer; those of the place come first.
     """
-    if torch.compiler.is_compiling():
-        return "torch.compile, which fuses the expressions with what is around them"
-    if not x.is_cuda:
-        return f"a tensor on {x.device}"
-    if type(x) not in (torch.Tensor, nn.Parameter) or _get_current_dispatch_mode() is not None:
-        return "a subclass of Tensor or a dispatch mode, which has to see torch's operations"
+    if reason := place_obstacle(x):
+        return reason
     if torch.is_grad_enabled() and x.requires_grad:
         return "a gradient of the gradient, which autograd takes through the expressions"
     if x.dtype not in DTYPES:
         return f"data type {x.dtype}"
     if not 1 <= top_k <= MOST_CHOICES:
         return f"{top_k} choices a token; the kernel adds up to {MOST_CHOICES}"
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        return f"strides {x.stride()}: a row is not contiguous"
-    size = x.element_size()
-    if x.shape[1] * size % WORD_BYTES or x.stride(0) * size % WORD_BYTES or x.data_ptr() % WORD_BYTES:
-        return f"rows of {x.shape[1] * size} bytes, {x.stride(0) * size} apart: not multiples of {WORD_BYTES}"
+    row, pitch = _words(x) * WORD_BYTES, x.stride(0) * x.element_size()
+    if x.stride(1) != 1 or row != x.shape[1] * x.element_size() or pitch % WORD_BYTES or x.data_ptr() % WORD_BYTES:
+        return f"shape {tuple(x.shape)}, strides {x.stride()}: rows are not contiguous multiples of {WORD_BYTES} bytes"
     if max(rows, slot.shape[0]) > MOST_ROWS:
         return f"{max(rows, slot.shape[0])} rows; the kernel counts to {MOST_ROWS}"
     if slot.dtype is not torch.int64 or slot.device != x.device or not slot.is_contiguous():
         return f"slots {slot.dtype} on {slot.device}, strides {slot.stride()}"
-    if device_capability(x.device.index) != CAPABILITY:
-        return f"compute capability {device_capability(x.device.index)}; the kernel is for {CAPABILITY}"
-    return "" if _installed() else "the extra `cuda` is not installed"
+    return ""
 
 
 def _gathered(x: torch.Tensor, token: torch.Tensor, filled: torch.Tensor | None) -> torch.Tensor:
@@ -106,64 +85,33 @@ def _gathered(x: torch.Tensor, token: torch.Tensor, filled: torch.Tensor | None)
     return rows.masked_fill(empty, 0) if torch.compiler.is_compiling() else rows.masked_fill_(empty, 0)
 
 
-def _launch(function: Callable[..., Any], source: torch.Tensor, *words: int) -> None:
-    """On torch's current stream of the rows' device, with their address, pitch and 16-byte words."""
-    size, index = source.element_size(), source.device.index
-    row = source.shape[1] * size
-    given = (source.data_ptr(), source.stride(0) * size, *words, row // WORD_BYTES)
-    if torch.cuda.current_device() == index:
-        function(*given, torch._C._cuda_getCurrentRawStream(index))
-    else:
-        with torch.cuda.device(index):
-            function(*given, torch._C._cuda_getCurrentRawStream(index))
+def _rows(x: torch.Tensor) -> tuple[int, int]:
+    """Address of the rows, and bytes from one to the next."""
+    return x.data_ptr(), x.stride(0) * x.element_size()
+
+
+def _words(x: torch.Tensor) -> int:
+    """16-byte words of a row."""
+    return x.shape[1] * x.element_size() // WORD_BYTES
 
 
 @functools.cache
-def _installed() -> bool:
-    try:
-        compiler_versions()
-    except ImportError:
-        return False
-    return True
+def _kernels(top_k: int, dtype: str) -> tuple[Kernel, Kernel]:
+    """(the sum, the copy), each of which is the other's derivative: after one of them a capture may have both."""
+    return _loaded(top_k, dtype), _loaded(top_k, None)
 
 
 @functools.cache
-def _functions(top_k: int, dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(the sum, the copy), each of which is the other's derivative: after one of them, a capture may have both."""
-    if torch.cuda.is_current_stream_capturing():
-        raise StateError(
-            "BUILD_IN_CAPTURE",
-            asked="rows to or from experts in CUDA graph capture",
-            seen=f"the kernels for {top_k} choices of {dtype} are not loaded",
-            required="one dispatch or combine with these before the capture",
-            hint="torch.cuda.make_graphed_callables warms up by itself; torch.cuda.graph does not",
-        )
-    with _LOCK:
-        return _loaded(top_k, DTYPES[dtype]), _loaded(top_k, None)
+def _loaded(top_k: int, dtype: str | None) -> Kernel:
+    config = TokenRowsConfig(top_k, dtype)
 
+    def compile_kernel() -> Kernel:
+        from ..sm90.token_rows import compile_token_rows
 
-@functools.cache
-def _loaded(top_k: int, dtype: str | None) -> Callable[..., Any]:
-    """The compiled kernel, from the cache on disk or into it."""
-    configuration = {"top_k": top_k, "dtype": dtype}
-    key = CacheKey(KERNEL, "sm90a", source_digest(SOURCES), compiler_versions(), configuration)
-    loaded: Callable[..., Any] = KernelCache().get(key, functools.partial(_compile_to, top_k, dtype), _load_from)
-    return loaded
+        kernel: Kernel = compile_token_rows(config)
+        return kernel
 
-
-def _compile_to(top_k: int, dtype: str | None, path: Path) -> None:
-    from ..sm90 import compiling
-
-    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-    from ..sm90.token_rows import TokenRowsConfig, compile_token_rows
-
-    path.write_bytes(compiling.export_object(compile_token_rows(TokenRowsConfig(top_k, dtype))))
-
-
-def _load_from(path: Path) -> Callable[..., Any]:
-    from ..sm90 import compiling
-
-    return compiling.load_object(path.read_bytes())
+    return load(NAME, SOURCES, config, compile_kernel)
 
 
 __all__ = ["copy_to_rows", "obstacle", "sum_of_choices"]

@@ -220,7 +220,8 @@ def test_one_capture_serves_every_routing() -> None:
 
 @hopper
 def test_a_capture_before_any_call_is_refused_by_name() -> None:
-    token_rows._functions.cache_clear()
+    token_rows._kernels.cache_clear()
+    token_rows._loaded.cache_clear()
     routing = route(choices(64, 2), EXPERTS)
     x = torch.randn(64, 64, device=DEVICE)
     torch.cuda.synchronize()
