@@ -23,6 +23,9 @@ RECIPES = (UNQUANTIZED, MXFP8)
 
 MXFP8_BLOCK = 32
 
+SAVES = ("activation", "preactivation", "inputs")
+"""What the forward holds for the backward: h and the activation, h, or neither."""
+
 OPERAND_TYPES = {
     torch.bfloat16: DataType.BFLOAT16,
     torch.float16: DataType.HALF,
@@ -152,21 +155,15 @@ def check_call(
     multiple_of: int,
 ) -> None:
     """Raises VariantPackError for whatever does not fit together; reads no value, so it serves fake tensors too."""
-    _check_choices(act, activation_parameters, recipe, multiple_of)
+    _check_activation(act, activation_parameters)
+    check_recipe(recipe, multiple_of)
     _check_shapes(x, offsets, w1, w2, prob)
     _check_types(x, offsets, w1, w2, prob, recipe)
-    if recipe == MXFP8 and multiple_of % MXFP8_BLOCK:
-        raise VariantPackError(
-            "GROUP_ALIGN",
-            asked="recipe mxfp8",
-            seen=f"multiple_of={multiple_of} rows an expert",
-            required=f"a multiple of {MXFP8_BLOCK}: blocks along the rows of a column must not span two experts",
-            hint=f"pad each expert's rows to {MXFP8_BLOCK} and pass multiple_of={MXFP8_BLOCK}",
-        )
-    _check_layout(glu_layout, w2.shape[2])
+    check_layout(glu_layout, w2.shape[2])
 
 
-def _check_layout(glu_layout: str, intermediate: int) -> None:
+def check_layout(glu_layout: str, intermediate: int) -> None:
+    """Raises VariantPackError where whole blocks of `glu_layout` do not fill an intermediate size."""
     layout = GluLayout.parse(glu_layout)
     if intermediate % (layout.width or 1):
         raise VariantPackError("GLU_LAYOUT", asked=f"glu_layout {layout}", seen=f"I = {intermediate}",
@@ -185,7 +182,8 @@ def check_half(
     multiple_of: int,
 ) -> None:
     """As `check_call` for one of the two matmuls: `rows` are its tensors by name, with the columns they must have."""
-    _check_choices(act, activation_parameters, UNQUANTIZED, multiple_of)
+    _check_activation(act, activation_parameters)
+    check_recipe(UNQUANTIZED, multiple_of)
     present = {name: (t, columns) for name, (t, columns) in rows.items() if t is not None}
     count = next(iter(present.values()))[0].shape[0]
     if offsets.dim() != 1 or offsets.shape[0] != weight.shape[0] or offsets.dtype not in INDEX_TYPES:
@@ -207,19 +205,40 @@ def check_half(
         if tensor.device != weight.device or offsets.device != weight.device:
             raise VariantPackError("DEVICE", asked=f"{name} of an expert MLP", seen=f"{tensor.device}, offsets on "
                                    f"{offsets.device}", required=f"{weight.device}, as the weights")  # fmt: skip
-    _check_layout(glu_layout, intermediate)
+    check_layout(glu_layout, intermediate)
 
 
-def _check_choices(act: str, parameters: Sequence[float], recipe: str, multiple_of: int) -> None:
+def _check_activation(act: str, parameters: Sequence[float]) -> None:
     if act not in ACTIVATION_PARAMETERS:
         raise VariantPackError("ACT", asked=f"act {act!r}", required=f"one of {list(ACTIVATION_PARAMETERS)}")
     if len(parameters) != len(names := ACTIVATION_PARAMETERS[act]):
         raise VariantPackError("ACT_PARAMETERS", asked=f"act {act}", seen=f"{len(parameters)} parameters",
                                required=f"{len(names)}: {list(names)}")  # fmt: skip
+
+
+def check_options(recipe: str | None, multiple_of: int, save: str = "activation") -> None:
+    """Raises VariantPackError for options that no tensors could fit."""
+    if save not in SAVES:
+        raise VariantPackError("SAVE", asked=f"save={save!r}", required=f"one of {list(SAVES)}")
+    if recipe is not None and recipe != MXFP8:
+        raise VariantPackError("RECIPE", asked=f"recipe {recipe!r}", required=f"None or {MXFP8!r}")
+    check_recipe(recipe or UNQUANTIZED, multiple_of)
+
+
+def check_recipe(recipe: str, multiple_of: int) -> None:
+    """Raises VariantPackError for an unknown recipe, or a promise about rows that is none or too small for it."""
     if recipe not in RECIPES:
         raise VariantPackError("RECIPE", asked=f"recipe {recipe!r}", required=f"one of {list(RECIPES)}")
     if multiple_of < 1:
         raise VariantPackError("MULTIPLE_OF", asked=f"multiple_of={multiple_of}", required="at least 1")
+    if recipe == MXFP8 and multiple_of % MXFP8_BLOCK:
+        raise VariantPackError(
+            "GROUP_ALIGN",
+            asked="recipe mxfp8",
+            seen=f"multiple_of={multiple_of} rows an expert",
+            required=f"a multiple of {MXFP8_BLOCK}: blocks along the rows of a column must not span two experts",
+            hint=f"pad each expert's rows to {MXFP8_BLOCK} and pass multiple_of={MXFP8_BLOCK}",
+        )
 
 
 def _check_shapes(

@@ -6,6 +6,9 @@
 It takes the experts of every model that transformers routes through its experts registry and whose gate is
 silu(gate) * up without biases (Qwen3-MoE, Mixtral, DeepSeek, OLMoE, ...), in either weight layout. The router's weights
 multiply the activation instead of the output: the same function, rounded elsewhere.
+
+As under transformers' own grouped_mm, the experts compute in the type of their weights, under autocast too: float32
+weights stay float32, and the fused kernels want bfloat16 or float16 (`dtype=torch.bfloat16`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import nn
 
 from ..ir.errors import GraphNotSupportedError
 from ..ir.layouts import GluLayout
+from .configuration import check_options
 from .mlp import grouped_mlp
 from .routing import combine, dispatch, route, row_probs
 
@@ -27,8 +31,18 @@ SILU = ("silu", "swish")
 
 
 def register(name: str = NAME, *, recipe: str | None = None, multiple_of: int = 1) -> None:
-    """Puts the implementation into transformers' registry under `name`. `recipe` and `multiple_of` as grouped_mlp's."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    """Puts the implementation into transformers' registry under `name`, in place of one of that name.
+
+    `recipe` and `multiple_of` as grouped_mlp's; each expert's rows are padded to that multiple. Raises VariantPackError
+    for one that no call could serve, GraphNotSupportedError without a transformers that has the registry, 5.0 or later.
+    """
+    check_options(recipe, multiple_of)
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise GraphNotSupportedError("TRANSFORMERS", asked=f"experts implementation {name!r}", seen=error,
+                                     required="transformers 5.0 or later, which has an experts registry",
+                                     hint="pip install -U transformers") from error  # fmt: skip
 
     ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(experts_forward, recipe=recipe, multiple_of=multiple_of))
 

@@ -24,6 +24,8 @@ from .configuration import (
     UNQUANTIZED,
     check_arguments,
     check_call,
+    check_layout,
+    check_options,
     check_transforms,
     configuration_of,
 )
@@ -91,8 +93,7 @@ def grouped_mlp(
                     multiple_of)  # fmt: skip
     layout = as_layout(glu_layout)
     check_tag(w1, layout, "w1 of grouped_mlp")
-    if save not in ("activation", "preactivation", "inputs"):
-        raise VariantPackError("SAVE", asked=f"save={save!r}", required="'activation', 'preactivation' or 'inputs'")
+    check_options(recipe, multiple_of, save)
     if tokens_per_expert.dtype not in INDEX_TYPES:
         grad = " that requires grad" if tokens_per_expert.requires_grad else ""
         raise VariantPackError("DATA_TYPE", asked="tokens_per_expert", seen=f"{tokens_per_expert.dtype}{grad}",
@@ -111,13 +112,11 @@ def grouped_mlp(
     elif recipe == MXFP8:
         y = torch.ops.opfuse.grouped_mlp_mxfp8_forward(x, offsets, w1, w2, prob, *choices,
                                                        save == "activation" and w2.requires_grad)[0]  # fmt: skip
-    elif recipe is None:
+    else:
         check_call(x, offsets, w1, w2, prob, *choices[:3], UNQUANTIZED, multiple_of)
         fixed = None if prob is None else prob.detach()  # its gradient comes from fc2
         h, act_rows = torch.ops.opfuse.grouped_mlp_fc1(x, offsets, w1, fixed, *choices)
         y = torch.ops.opfuse.grouped_mlp_fc2(h, act_rows, offsets, w2, prob, *choices, save == "activation")
-    else:
-        raise VariantPackError("RECIPE", asked=f"recipe {recipe!r}", required=f"None or {MXFP8!r}")
     return y
 
 
@@ -154,6 +153,9 @@ class GroupedMLP(nn.Module):
         self.act, self.parameters_of_act = act, dict(parameters)
         activation_parameters(act, parameters)
         _GLU.complete({"act": act, **parameters})  # raises for a value that no graph takes
+        check_options(recipe, multiple_of, save)
+        for layout in (self.checkpoint_layout, self.glu_layout):
+            check_layout(str(layout), intermediate_size)
         self.recipe, self.multiple_of, self.allow_tail, self.save = recipe, multiple_of, allow_tail, save
         made = {"device": device, "dtype": dtype}
         self.w1 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **made))  # type: ignore[arg-type]

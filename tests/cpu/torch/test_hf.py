@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pydoc_data.topics import topics
 
 import pytest
 import torch
-from opfuse.graph_ops import GraphNotSupportedError
+from opfuse.graph_ops import GraphNotSupportedError, OpfuseError
 
 transformers = pytest.importorskip("transformers")
 
@@ -167,6 +168,69 @@ def test_gpt_oss_is_refused_by_name():
     )  # fmt: skip
     with pytest.raises(GraphNotSupportedError, match="biases, a gate of its own"):
         transformers.GptOssForCausalLM(config)(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [(dict(recipe="fp8"), "RECIPE"), (dict(recipe="mxfp8"), "GROUP_ALIGN"), (dict(multiple_of=0), "MULTIPLE_OF")],
+)
+def test_options_that_no_model_could_use_are_refused_when_registering(options, code):
+    with pytest.raises(OpfuseError) as raised:
+        hf.register("opfuse_other", **options)
+    assert raised.value.code == code and "opfuse_other" not in ALL_EXPERTS_FUNCTIONS
+
+
+def test_a_transformers_without_the_registry_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    with pytest.raises(GraphNotSupportedError, match=r"5\.0 or later") as raised:
+        hf.register()
+    assert raised.value.code == "TRANSFORMERS"
+
+
+@pytest.mark.parametrize("make", [qwen3_moe, mixtral])
+def test_generation_and_past_keys_agree_with_eager(make, seed):
+    """Steps of one token route to few experts; a prompt and its continuation through the cache are the whole text's."""
+    model_type, config = make()
+    config._experts_implementation = "eager"
+    eager = model_type(config).eval()
+    config._experts_implementation = "opfuse"
+    fused = model_type(config).eval()
+    fused.load_state_dict(eager.state_dict())
+    ids = torch.randint(256, (2, 12))
+    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(fused.generate(ids, **options), eager.generate(ids, **options)), f"seed {seed}"
+    with torch.inference_mode():
+        whole = fused(input_ids=ids, use_cache=True)
+        torch.testing.assert_close(whole.logits, eager(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_no_gradient(reentrant, seed):
+    model_type, config = mixtral()
+    config._experts_implementation, config.use_cache = "opfuse", False
+    model = model_type(config)
+    ids, found = torch.randint(256, (2, 16)), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable(**{f"{enable.__name__.removesuffix('_enable')}_kwargs": {"use_reentrant": reentrant}})
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_autocast_leaves_the_experts_the_type_of_their_weights(seed, assert_close):
+    """As transformers' grouped_mm: float32 weights are float32 products, whatever the rows came as."""
+    model_type, config = mixtral()
+    config._experts_implementation = "opfuse"
+    experts = model_type(config).model.layers[0].mlp.experts
+    rows, index, weights = torch.randn(T, 32).bfloat16(), torch.randint(0, 4, (T, K)), torch.rand(T, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = experts(rows, index, weights)
+    assert got.dtype is torch.bfloat16
+    assert torch.equal(got, experts(rows.float(), index, weights).bfloat16()), f"seed {seed}"
 
 
 def test_a_half_precision_model_trains_in_half_precision(seed):

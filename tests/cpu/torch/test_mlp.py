@@ -451,9 +451,20 @@ def test_the_module_explains_its_graphs_for_an_arch_that_is_not_here():
         assert fused or any(v.rule == "grouped_gemm_dglu" and v.reasons for v in verdicts)
 
 
-def test_the_module_refuses_what_the_function_refuses():
-    for parameters, code in ((dict(clamp_max=3.0), "ARGUMENT_UNUSED"),
-                             (dict(act="geglu", geglu_alpha=-1.0), "ATTRIBUTE_VALUE")):  # fmt: skip
-        with pytest.raises(OpfuseError) as raised:
-            GroupedMLP(2, 32, 64, **parameters)
-        assert raised.value.code == code
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (dict(clamp_max=3.0), "ARGUMENT_UNUSED"),
+        (dict(act="geglu", geglu_alpha=-1.0), "ATTRIBUTE_VALUE"),
+        (dict(recipe="fp8"), "RECIPE"),
+        (dict(recipe="mxfp8"), "GROUP_ALIGN"),
+        (dict(multiple_of=0), "MULTIPLE_OF"),
+        (dict(save="nothing"), "SAVE"),
+        (dict(glu_layout="interleaved(48)"), "GLU_LAYOUT"),
+        (dict(checkpoint_layout="interleaved(48)"), "GLU_LAYOUT"),
+    ],
+)
+def test_the_module_refuses_when_it_is_made_what_the_function_refuses(options, code):
+    with pytest.raises(OpfuseError) as raised:
+        GroupedMLP(2, 32, 64, **options)
+    assert raised.value.code == code
