@@ -31,7 +31,8 @@ class TokenRows:
 
     def __init__(self, config: TokenRowsConfig) -> None:
         self.config, self.top_k, self.loads = config, config.top_k, config.loads
-        loads_a_word = config.top_k if config.dtype else 1
+        self.dtype = config.dtype or ""
+        loads_a_word = max(2, config.top_k) if config.dtype else 1  # two where one would do: with 8 registers spill
         self.batch = max(1, config.loads // loads_a_word)
 
     def _shift(self, words: Int32):
@@ -93,22 +94,25 @@ class SumOfChoices(TokenRows):
         inside = [cutlass.min(place, words - 1) for place in places]
         loaded = [[_load(row + Int64(word) * WORD_BYTES) for row in rows[: self.loads]] for word in inside]
         for b in cutlass.range_constexpr(self.batch):
-            total = self._unpacked(loaded[b][0])
-            for j in cutlass.range_constexpr(1, self.top_k):
-                # Past the first ones, a row's word is loaded where it is added: registers are for `loads` of them.
-                word = loaded[b][j] if j < self.loads else _load(rows[j] + Int64(inside[b]) * WORD_BYTES)
-                total = [a + b for a, b in zip(total, self._unpacked(word), strict=True)]
-            p.store_global(into + Int64(places[b]) * WORD_BYTES, self._packed(total), places[b] < limit)
+            total = loaded[b][0]
+            if cutlass.const_expr(self.top_k > 1):
+                total = self._unpacked(total)
+                for j in cutlass.range_constexpr(1, self.top_k):
+                    # Past the first ones, a word is loaded where it is added: registers are for `loads` of them.
+                    word = loaded[b][j] if j < self.loads else _load(rows[j] + Int64(inside[b]) * WORD_BYTES)
+                    total = [a + b for a, b in zip(total, self._unpacked(word), strict=True)]
+                total = self._packed(total)
+            p.store_global(into + Int64(places[b]) * WORD_BYTES, total, places[b] < limit)
 
     def _unpacked(self, words):
-        if self.config.dtype == "fp32":
+        if self.dtype == "fp32":
             return [p.from_bits(word) for word in words]
-        return [value for word in words for value in p.unpack(word, self.config.dtype)]
+        return [value for word in words for value in p.unpack(word, self.dtype)]
 
     def _packed(self, values):
-        if self.config.dtype == "fp32":
+        if self.dtype == "fp32":
             return [p.bits(value) for value in values]
-        return [p.pack(low, high, self.config.dtype) for low, high in zip(values[::2], values[1::2], strict=True)]
+        return [p.pack(low, high, self.dtype) for low, high in zip(values[::2], values[1::2], strict=True)]
 
 
 class CopyToChoices(TokenRows):
