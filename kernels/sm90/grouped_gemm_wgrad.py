@@ -140,7 +140,7 @@ class GroupedGemmWgrad:
         s = self.schedule
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank_m, rank_n = rank % s.cluster_m, rank // s.cluster_m
-        # A goes to the CTAs of the same rows of dw (ranks cluster_m apart), B to those of the same columns (neighbours).
+        # A goes to CTAs of the same rows of dw (ranks cluster_m apart), B to those of the same columns (neighbours).
         row_mask = sum(1 << (i * s.cluster_m) for i in range(s.cluster_n))
         mask_a = cutlass.Int16(row_mask << rank_m) if s.cluster_n > 1 else None
         mask_b = cutlass.Int16(((1 << s.cluster_m) - 1) << (rank_n * s.cluster_m)) if s.cluster_m > 1 else None

@@ -154,9 +154,39 @@ def _make_glu(
     return Problem("grouped_gemm_glu", specs, given, rounding or {})
 
 
+def _make_wgrad(
+    *,
+    rows: Any = None,
+    k: Any = 64,
+    n: Any = 48,
+    experts: Any = 2,
+    operands: DataType = DataType.BFLOAT16,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    accumulate: bool = False,
+) -> Problem:
+    """A weight gradient that every condition lets through, but for what the arguments change."""
+    m = symbol("M") if rows is None else rows
+    known: dict[str, dict[str, Any]] = {
+        "a": dict(dim=(m, k), data_type=operands),
+        "dy": dict(dim=(m, n), data_type=operands),
+        "offsets": dict(dim=(experts,), data_type=DataType.INT32),
+        "dw": dict(dim=(experts, k, n), data_type=DataType.FLOAT if accumulate else operands, is_output=True),
+    }
+    specs = {}
+    for uid, (role, fields) in enumerate(known.items()):
+        fields.setdefault("stride", contiguous_stride(fields["dim"]))
+        specs[role] = replace(TensorSpec(uid=uid, name=role, **fields), **(changes or {}).get(role, {}))
+    return Problem("grouped_gemm_wgrad", specs, {"accumulate": accumulate}, {})
+
+
 @pytest.fixture(scope="session")
 def make_problem() -> Callable[..., Problem]:
     return _make
+
+
+@pytest.fixture(scope="session")
+def make_wgrad_problem() -> Callable[..., Problem]:
+    return _make_wgrad
 
 
 @pytest.fixture(scope="session")
@@ -177,6 +207,12 @@ def glu_entry() -> KernelEntry:
 
 
 @pytest.fixture(scope="session")
+def wgrad_entry() -> KernelEntry:
+    """The weight gradient's line of the registry."""
+    return next(k for k in KERNELS if k.id == "sm90.grouped_gemm_wgrad")
+
+
+@pytest.fixture(scope="session")
 def emulation() -> ModuleType:
     """The module beside this file."""
     spec = importlib.util.spec_from_file_location("opfuse_emulated_hopper", HERE / "emulated.py")
@@ -190,8 +226,8 @@ def emulation() -> ModuleType:
 @pytest.fixture
 def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Runs the adapter and dglu_host.launch as they are over emulated functions; gives those that were "compiled"."""
-    from opfuse.kernels.hopper import grouped_dglu, grouped_glu
-    from opfuse.kernels.sm90 import compiling, dglu_host, glu_host, launching
+    from opfuse.kernels.hopper import grouped_dglu, grouped_glu, grouped_wgrad
+    from opfuse.kernels.sm90 import compiling, dglu_host, glu_host, launching, wgrad_host
 
     made: list[Any] = []
 
@@ -201,9 +237,9 @@ def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
             made.append(known := emulation.emulated(config))
         return known
 
-    for adapter in (grouped_dglu, grouped_glu):
+    for adapter in (grouped_dglu, grouped_glu, grouped_wgrad):
         monkeypatch.setattr(adapter, "compiled", compiled)
-    for of_kernel in (dglu_host, glu_host):
+    for of_kernel in (dglu_host, glu_host, wgrad_host):
         functions = compiling.Functions(lambda config: pytest.fail(f"compiled {config}"))
         monkeypatch.setattr(of_kernel, "FUNCTIONS", functions)
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
@@ -215,7 +251,7 @@ def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def seen(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What emulated functions were launched with, by name, in place of running them."""
     calls: list[dict[str, Any]] = []
-    for function in (emulation.Emulated, emulation.EmulatedGlu):
+    for function in (emulation.Emulated, emulation.EmulatedGlu, emulation.EmulatedWgrad):
         monkeypatch.setattr(function, "__call__", lambda self, *words: calls.append(self.tensors(words)))
     return calls
 

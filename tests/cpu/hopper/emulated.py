@@ -26,6 +26,8 @@ from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
 from opfuse.kernels.sm90.glu_arguments import glu_arguments
 from opfuse.kernels.sm90.glu_config import GluConfig
 from opfuse.kernels.sm90.glu_math import glu
+from opfuse.kernels.sm90.wgrad_arguments import wgrad_arguments
+from opfuse.kernels.sm90.wgrad_config import WgradConfig
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CODES = {"e4m3": DataType.FP8_E4M3, "e5m2": DataType.FP8_E5M2}
@@ -249,9 +251,30 @@ class EmulatedGlu(EmulatedFunction):
             d[start:end] = (y if prob is None else y * prob[start:end].double()[:, None]).to(d.dtype)
 
 
+class EmulatedWgrad(EmulatedFunction):
+    """The weight gradient's."""
+
+    arguments_of = staticmethod(wgrad_arguments)
+
+    def __call__(self, *words: int) -> None:
+        f, self.calls = self.config, self.calls + 1
+        given = self.tensors(words)
+        a, dy, offsets, dw = (given[name] for name in ("a", "dy", "offsets", "dw"))
+        self._demand("a", a, (None, dw.shape[1]), f.ab_dtype, pitch=8)
+        self._demand("dy", dy, (a.shape[0], dw.shape[2]), f.ab_dtype, pitch=8)
+        self._demand("dw", dw, (offsets.shape[0], None, None), f.dw_dtype)
+        assert dw.data_ptr() % 16 == 0 and all(s * dw.element_size() % 16 == 0 for s in dw.stride()[:2])
+        for g, (start, end) in enumerate(self._groups(offsets)):
+            product = a[start:end].double().T @ dy[start:end].double()
+            dw[g] = (dw[g] + product if f.accumulate else product).to(dw.dtype)
+
+
+FUNCTIONS: dict[type, type[EmulatedFunction]] = {GluConfig: EmulatedGlu, WgradConfig: EmulatedWgrad}
+
+
 def emulated(config: Any) -> EmulatedFunction:
-    """The function of a configuration of either kernel."""
-    return EmulatedGlu(config) if isinstance(config, GluConfig) else Emulated(config)
+    """The function of a configuration of any kernel."""
+    return FUNCTIONS.get(type(config), Emulated)(config)
 
 
 class EmulatedGraph(Graph):
