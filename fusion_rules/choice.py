@@ -1,4 +1,7 @@
-"""Which of the possible fusions to make: those that do not overlap and save the most estimated time."""
+"""Which of the possible fusions to make: those that do not overlap and save the most estimated time.
+
+A kernel for one node is no fusion: it gets the nodes that no fusion takes, if it is estimated to beat torch there.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ DISABLED = "DISABLED"
 
 CODES: Mapping[str, str] = {
     COST: "the fusion is estimated to take no less time than its nodes apart, or than another kernel for them",
-    OVERLAP: "a node of it belongs to another fusion, and together the others save more",
+    OVERLAP: "a node of it belongs to another fusion, and together the others save more, or it is the only node",
     PRIORITY: "another kernel, listed earlier, does the same at the same estimate",
     DISABLED: "its rule or kernel was disabled by the caller",
 }
@@ -44,6 +47,11 @@ class Weighed:
     @property
     def nodes(self) -> tuple[int, ...]:
         return self.candidate.cover.nodes
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one node, run by another kernel than torch's."""
+        return len(self.nodes) == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +88,7 @@ def choose(weighed: Sequence[Weighed], view: GraphView, disable: Collection[str]
     open_ = [one for one in weighed if one.saved > 0]
     if disable:
         open_ = [one for one in open_ if _disabled(one, disable) is None]
-    chosen = [one for part in _overlapping(open_) for one in _best(part)]
+    chosen = [one for part in _overlapping([one for one in open_ if not one.alone]) for one in _best(part)]
     dropped: list[tuple[Weighed, list[Weighed]]] = []
     while cycles := cyclic_groups(view, [one.nodes for one in chosen]):
         for cycle in cycles:
@@ -88,6 +96,9 @@ def choose(weighed: Sequence[Weighed], view: GraphView, disable: Collection[str]
             dropped.append((worst, [chosen[i] for i in cycle if chosen[i] is not worst]))
         gone = {id(one) for one, _ in dropped}
         chosen = [one for one in chosen if id(one) not in gone]
+    taken = {index for one in chosen for index in one.nodes}
+    rest = [one for one in open_ if one.alone and taken.isdisjoint(one.nodes)]
+    chosen += [one for part in _overlapping(rest) for one in _best(part)]
     return Choice(weighed, open_, chosen, dropped)
 
 
@@ -149,6 +160,9 @@ def _loss(one: Weighed, taken: Mapping[int, Weighed], view: GraphView) -> Reason
         )
     shared = [view.nodes[i].name for i in one.nodes if i in taken]
     by = ", ".join(f"{w.candidate.cover.rule.id} at {view.nodes[w.candidate.cover.anchor].name}" for w in won)
+    if one.alone:
+        return Reason(OVERLAP, f"{shared[0]} fused by {by}", "a node that no fusion takes",
+                      f"disable {won[0].candidate.cover.rule.id} to prefer this one")  # fmt: skip
     return Reason(
         OVERLAP,
         f"{', '.join(shared)} fused by {by}",

@@ -92,6 +92,16 @@ class Plan:
         return tuple(s for s in self.steps if s.is_fused)
 
     @property
+    def fusions(self) -> tuple[Step, ...]:
+        """The fused steps of more than one node."""
+        return tuple(s for s in self.steps if len(s.nodes) > 1)
+
+    @property
+    def lone_steps(self) -> tuple[Step, ...]:
+        """The steps of one node, fused with no other: by torch, or by a kernel made for that node."""
+        return tuple(s for s in self.steps if len(s.nodes) == 1)
+
+    @property
     def unfused_steps(self) -> tuple[Step, ...]:
         return tuple(s for s in self.steps if not s.is_fused)
 

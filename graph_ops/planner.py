@@ -81,22 +81,32 @@ def make_plan(
 def left_unfused(plan: Plan) -> tuple[tuple[Node, tuple[Verdict, ...]], ...]:
     """The nodes that could have fused and did not, in order, each with the verdicts on it, nearest first.
 
-    Those are the grouped matmuls, for which every fusion here exists, and whatever else a rule matched.
+    Those are the grouped matmuls, for which every fusion here exists, and whatever else a rule matched. A node that a
+    kernel of its own runs, or would if torch's were not estimated to be as good, is left only by a fusion of several
+    nodes that matched it.
     """
-    if not plan.fused or not any(step.rule is None for step in plan.steps):
+    if not plan.fused or not plan.lone_steps:
         return ()
     by_anchor: dict[int, list[Verdict]] = {}
     for verdict in plan.report.verdicts:
         if verdict.kind is not VerdictKind.CHOSEN:
             by_anchor.setdefault(verdict.anchor, []).append(verdict)
     found = []
-    for step in plan.unfused_steps:
+    for step in plan.lone_steps:
         node = plan.graph.nodes[step.nodes[0]]
         verdicts = by_anchor.get(node.index, [])
-        if node.op in FUSABLE or any(v.kind is not VerdictKind.NO_MATCH for v in verdicts):
-            verdicts.sort(key=lambda v: (NEAREST.index(v.kind), -len(v.nodes)))
+        matched = [v for v in verdicts if v.kind is not VerdictKind.NO_MATCH]
+        served = step.is_fused or any(v.kind is VerdictKind.NOT_CHOSEN and len(v.nodes) == 1 for v in matched)
+        if any(len(v.nodes) > 1 for v in matched) or (not served and (matched or node.op in FUSABLE)):
+            verdicts.sort(key=_nearness)
             found.append((node, tuple(verdicts)))
     return tuple(sorted(found, key=lambda item: item[0].index))
+
+
+def _nearness(verdict: Verdict) -> tuple[bool, int, int]:
+    """Fusions of several nodes before kernels for one node; then the nearest, then the largest."""
+    lone = verdict.kind is not VerdictKind.NO_MATCH and len(verdict.nodes) == 1
+    return lone, NEAREST.index(verdict.kind), -len(verdict.nodes)
 
 
 def require_fused(plan: Plan) -> None:

@@ -52,6 +52,8 @@ RULES: dict[str, tuple[tuple[Operands, ...], tuple[bool, ...], tuple[str, ...]]]
     "grouped_gemm_quant": ((*TO_CODES, CODED[0]), (False, True), ("",)),
     "grouped_gemm_wgrad": ((*FLOATS, Operands("mxfp8", _E4M3, 32, output=_BF16), CODED[2]), (False,), ("",)),
     "quantize_row_col": (TO_CODES, (False,), ("",)),
+    "grouped_gemm": ((*FLOATS, Operands("bf16 to float", _BF16, output=DataType.FLOAT)), (False, True), ("",)),
+    "quantize": (TO_CODES, (False,), ("",)),
 }
 """The kinds of operands, the weight modes (discrete or not) and the activations of each rule."""
 
@@ -95,8 +97,9 @@ def declare(rule: str, kind: Operands, discrete: bool, act: str) -> OpGraph:
     """The graph that a user would declare for one row: M free in multiples of 256, K-major weights."""
     g = GraphBuilder()
     m = g.symbol("M", multiple_of=256)
-    if rule == "quantize_row_col":
-        return _written(g, g.tensor("x", (m, COLUMNS), data_type=kind.data_type), kind)
+    if rule in ("quantize_row_col", "quantize"):
+        x = g.tensor("x", (m, COLUMNS), data_type=kind.data_type)
+        return _written(g, x, kind, (1, 0) if rule == "quantize_row_col" else (1,))
     offsets = g.tensor("offsets", (EXPERTS,), data_type=DataType.INT32, multiple_of=256)
     if rule == "grouped_gemm_wgrad":
         a, dy = (_coded(g, name, (m, DEPTH), kind, 0) for name in ("a", "dy"))
@@ -107,7 +110,7 @@ def declare(rule: str, kind: Operands, discrete: bool, act: str) -> OpGraph:
     a = _coded(g, "a", (m, DEPTH), kind, 1)
     b = _coded(g, "b", (EXPERTS, DEPTH, COLUMNS), kind, 0, stride=stride, discrete=discrete, **glu)
     product = g.grouped_matmul(a, b, offsets)
-    if rule == "grouped_gemm_quant":
+    if rule in ("grouped_gemm_quant", "grouped_gemm"):
         return _written(g, product, kind)
     prob = g.tensor("prob", (m,), data_type=DataType.FLOAT)
     if rule == "grouped_gemm_glu":
@@ -118,12 +121,12 @@ def declare(rule: str, kind: Operands, discrete: bool, act: str) -> OpGraph:
     return _written(g, dx, kind)
 
 
-def _written(g: GraphBuilder, value: Tensor, kind: Operands) -> OpGraph:
-    """The graph with `value` as its output, or its MXFP8 codes along rows and columns."""
+def _written(g: GraphBuilder, value: Tensor, kind: Operands, axes: Sequence[int] = (1, 0)) -> OpGraph:
+    """The graph with `value` as its output, or its MXFP8 codes along these axes."""
     if kind.output is not None:
         value.set_data_type(kind.output).set_output(True)
         return g.operation_graph()
-    for axis in (1, 0):
+    for axis in axes:
         for t in g.block_scale_quantize(value, block_size=32, axis=axis, data_type=_E4M3):
             t.set_output(True)
     return g.operation_graph()

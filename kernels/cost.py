@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..graph_ops.ir.dims import Dim, evaluate
+from ..graph_ops.ir.dtypes import DataType
 from ..graph_ops.ir.graph import Node, OpGraph
 from ..graph_ops.ir.tensor import TensorSpec
+from . import rates
 from .arch import Arch
 from .problem import ROLES, Problem
 
@@ -73,6 +75,10 @@ UNFUSED_LAUNCHES: dict[str, int] = {
 }
 """Kernels that torch launches for an unfused node, to within a factor of two; 2 where an op is not listed (the
 arithmetic in float32, the rounding copy into the output)."""
+
+TILED_LAUNCHES, TILED_ROWS, TILES_AN_EXPERT = 14, 1.5, 2
+"""Of a grouped matmul over tiles (torch_ops/matmul.py): kernels that torch launches, rows with padding as a multiple of
+the rows (1 to 2: a tile's height is a power of two), and copies of each expert's weights."""
 
 
 def nominal_bindings(graph: OpGraph) -> dict[str, int]:
@@ -166,11 +172,20 @@ def node_estimate(
             largest = max(largest, count)
     for port in node.reads_output:
         moved += sizes.nbytes(graph.tensors[node.output_uids[port]])
-    if node.op in ("grouped_matmul", "grouped_matmul_wgrad"):
-        flops = _node_matmul_flops(graph, node, sizes)
+    launches, slower = UNFUSED_LAUNCHES.get(node.op, 2), 1.0
+    if node.op == "grouped_matmul":
+        ports = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
+        flops = _matmul_flops(ports["y"], ports["a"], sizes)
+        if _tiled(ports, arch):
+            moved += _tiled_bytes(ports, sizes)
+            launches, slower = TILED_LAUNCHES, TILED_ROWS
+        else:
+            slower = rates.factor(rates.GROUPED_MM, arch.name, sizes.of(ports["a"].dim[1]))
+    elif node.op == "grouped_matmul_wgrad":
+        flops = _node_wgrad_flops(graph, node, sizes)
     else:
         flops = FLOPS_PER_ELEMENT.get(node.op, 1) * largest
-    return _roofline(flops, moved, UNFUSED_LAUNCHES.get(node.op, 2), arch)
+    return _roofline(flops, moved, launches, arch, slower)
 
 
 def match_estimate(
@@ -184,7 +199,10 @@ def match_estimate(
     moved = sum(sizes.nbytes(t) for t in problem.tensors.values() if t.value is None)
     if problem.attributes.get("accumulate"):
         moved += sum(sizes.nbytes(problem[r.name]) for r in ROLES[problem.rule] if r.is_output and r.name in problem)
-    return _roofline(_match_flops(problem, sizes), moved, launches, arch)
+    slower = 1.0
+    if problem.rule == "grouped_gemm":
+        slower = rates.factor(rates.GROUPED_GEMM, arch.name, sizes.of(problem["a"].dim[1]))
+    return _roofline(_match_flops(problem, sizes), moved, launches, arch, slower)
 
 
 class Costs:
@@ -218,15 +236,29 @@ def _nominal(multiple: int, maximum: int | None) -> int:
     return value
 
 
-def _roofline(flops: float, size: int, launches: int, arch: Arch) -> Estimate:
-    seconds = max(flops / arch.bf16_flops, size / arch.memory_bytes_per_second) + launches * arch.launch_seconds
-    return Estimate(float(flops), float(size), seconds, launches)
+def _roofline(flops: float, size: int, launches: int, arch: Arch, slower: float = 1.0) -> Estimate:
+    """`slower`: how often longer than at the dense rate the arithmetic takes."""
+    arithmetic, traffic = slower * flops / arch.bf16_flops, size / arch.memory_bytes_per_second
+    return Estimate(float(flops), float(size), max(arithmetic, traffic) + launches * arch.launch_seconds, launches)
 
 
-def _node_matmul_flops(graph: OpGraph, node: Node, sizes: Sizes) -> float:
+def _tiled(ports: Mapping[str, TensorSpec], arch: Arch) -> bool:
+    """Whether an unfused grouped matmul runs over tiles of rows, as torch_ops does where torch's grouped_mm cannot."""
+    if arch.capability is None:
+        return False
+    plain = all(ports[port].data_type is DataType.BFLOAT16 for port in ("a", "b", "y"))
+    return not plain or bool({"alpha", "bias"} & set(ports)) or arch.capability[0] not in rates.GROUPED_MM_MAJOR
+
+
+def _tiled_bytes(ports: Mapping[str, TensorSpec], sizes: Sizes) -> int:
+    """What the tiles move beside operands and result: rows and weights gathered, the float32 product and its copy."""
+    rows, weights = sizes.nbytes(ports["a"]), sizes.nbytes(ports["b"])
+    product = 4 * sizes.elements(ports["y"])
+    return round(2 * TILED_ROWS * rows + 2 * TILES_AN_EXPERT * weights + (2 * TILED_ROWS + 2) * product)
+
+
+def _node_wgrad_flops(graph: OpGraph, node: Node, sizes: Sizes) -> float:
     ports = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
-    if node.op == "grouped_matmul":
-        return _matmul_flops(ports["y"], ports["a"], sizes)
     return _matmul_flops(ports["a"], ports["dy"], sizes)
 
 

@@ -69,6 +69,11 @@ ROLES: dict[str, tuple[Role, ...]] = {
         Role("amax", "(L,) largest magnitude of d", is_output=True),
         *_QUANTIZED,
     ),
+    "grouped_gemm": (
+        *(role for role in _MATMUL if not role.name.startswith("sf_")),
+        Role("bias", "(L, N) bias of the product"),
+        Role("y", "(M, N) product", is_output=True, optional=False),
+    ),
     "grouped_gemm_wgrad": (
         Role("a", "(M, K) rows", optional=False),
         Role("dy", "(M, N) gradient rows", optional=False),
@@ -78,6 +83,10 @@ ROLES: dict[str, tuple[Role, ...]] = {
         Role("dw", "(L, K, N) weight gradient", is_output=True, optional=False),
     ),
     "quantize_row_col": (
+        Role("x", "(M, N) values", optional=False),
+        *_QUANTIZED,
+    ),
+    "quantize": (
         Role("x", "(M, N) values", optional=False),
         *_QUANTIZED,
     ),

@@ -15,8 +15,11 @@ from .cudnn import forward as cudnn_forward
 from .cudnn import knobs as cudnn_knobs
 from .cudnn import support as cudnn_support
 from .hopper import dglu_support as hopper_dglu_support
+from .hopper import gemm_support as hopper_gemm_support
 from .hopper import glu_support as hopper_glu_support
+from .hopper import quantize_support as hopper_quantize_support
 from .hopper import support as hopper_support
+from .hopper import wgrad_support as hopper_wgrad_support
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -26,9 +29,11 @@ if TYPE_CHECKING:
 class FusedKernel(Protocol):
     """A kernel built for one problem and device.
 
-    It may have two things more. `prepare(buffers, workspace, bindings)`: `run` of these buffers as a function of a
-    stream's handle, which holds addresses and no tensor, or None where a run does more. A true `zeroes_scales`: it
-    writes every byte of its scales, those of no row too, so that nobody zeroes them before.
+    It may have three things more. `prepare(buffers, workspace, bindings)`: `run` of these buffers as a function of a
+    stream's handle, which holds addresses and no tensor, or None where a run does more. `words(bindings)`: `run` as a
+    function of integers, the stream's handle last, and those integers with the places of each role's address, see
+    `sm90.arguments.Words`; or None. A true `zeroes_scales`: it writes every byte of its scales, those of no row too, so
+    that nobody zeroes them before.
     """
 
     def workspace_bytes(self, bindings: Mapping[str, int]) -> int:
@@ -84,6 +89,16 @@ class KernelEntry:
 
 _HOPPER_PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "filelock", "platformdirs")
 _CUDNN_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "cuda-python")
+_quantize_entry = partial(
+    KernelEntry,
+    arches=hopper_support.ARCHES,
+    conditions=hopper_quantize_support.QUANTIZE,
+    module=f"{__package__}.hopper.quantize_row_col",
+    evidence="compiled",
+    requires_packages=_HOPPER_PACKAGES,
+    deterministic=True,
+    zeroes_rows=True,
+)
 _cudnn_entry = partial(KernelEntry, evidence="compiled", requires_packages=_CUDNN_PACKAGES)
 
 KERNELS: tuple[KernelEntry, ...] = (
@@ -113,6 +128,43 @@ KERNELS: tuple[KernelEntry, ...] = (
         deterministic=True,
         launches=hopper_glu_support.launches,
         variants=hopper_glu_support.variants,
+        zeroes_rows=True,
+    ),
+    KernelEntry(
+        id="sm90.grouped_gemm_wgrad",
+        rule="grouped_gemm_wgrad",
+        doc="our grouped weight gradient for Hopper: BF16 or FP16 operands, groups of any size, dw written or added to",
+        arches=hopper_support.ARCHES,
+        conditions=hopper_wgrad_support.WGRAD,
+        module=f"{__package__}.hopper.grouped_wgrad",
+        evidence="compiled",
+        requires_packages=_HOPPER_PACKAGES,
+        deterministic=True,
+        variants=hopper_wgrad_support.variants,
+        zeroes_rows=True,
+    ),
+    _quantize_entry(
+        id="sm90.quantize_row_col",
+        rule="quantize_row_col",
+        doc="our MXFP8 quantization for Hopper: codes and scales along rows and columns from one read",
+    ),
+    _quantize_entry(
+        id="sm90.quantize",
+        rule="quantize",
+        doc="our MXFP8 quantization for Hopper: codes and scales along rows or along columns",
+    ),
+    KernelEntry(
+        id="sm90.grouped_gemm",
+        rule="grouped_gemm",
+        doc="our grouped GEMM for Hopper: dense or discrete weights, alpha, bias, 16-bit or FLOAT result",
+        arches=hopper_support.ARCHES,
+        conditions=hopper_gemm_support.GEMM,
+        module=f"{__package__}.hopper.grouped_gemm",
+        evidence="compiled",
+        requires_packages=_HOPPER_PACKAGES,
+        deterministic=True,
+        launches=hopper_gemm_support.launches,
+        variants=hopper_gemm_support.variants,
         zeroes_rows=True,
     ),
     _cudnn_entry(

@@ -27,6 +27,7 @@ def to_dict(explanation: Explanation) -> dict[str, Any]:
         "nodes": len(e.graph.nodes),
         "fused_nodes": e.fused_nodes,
         "fused_kernels": len(e.fused_steps),
+        "lone_kernels": len(e.lone_kernels),
         "estimate": {**asdict(e.estimate), "workspace_bytes": e.workspace_bytes},
         "unfused_estimate": {**asdict(e.unfused_estimate), "workspace_bytes": e.unfused_workspace_bytes},
         "steps": [_step(s) for s in e.steps],
@@ -63,6 +64,7 @@ def _step(step: ExplainedStep) -> dict[str, Any]:
 def _left(left: LeftAlone) -> dict[str, Any]:
     return {
         "node": _node(left.node),
+        **({"kernel": left.kernel} if left.kernel else {}),
         "verdicts": [_verdict(v) for v in left.verdicts],
         "told_at": list(left.told_at),
     }

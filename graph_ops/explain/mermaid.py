@@ -37,7 +37,7 @@ def _lines(e: Explanation) -> Iterator[str]:
 
 
 def _step(number: int, step: ExplainedStep, near: set[int]) -> Iterator[str]:
-    if not step.is_fused:
+    if step.rule is None:
         for node in step.nodes:
             yield f"  n{node.index}[{_quoted(_node(node, number))}]:::{'declined' if node.index in near else 'unfused'}"
         return

@@ -33,7 +33,13 @@ class ExplainedStep:
 
     @property
     def is_fused(self) -> bool:
-        return self.rule is not None
+        """Whether one kernel runs several nodes."""
+        return self.rule is not None and len(self.nodes) > 1
+
+    @property
+    def is_lone_kernel(self) -> bool:
+        """Whether a kernel other than torch's runs one node: nothing is fused."""
+        return self.rule is not None and len(self.nodes) == 1
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,13 @@ class ExplainedVerdict:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A node that runs unfused. `verdicts` are told at the first node that they concern; a later node that the same
-    verdicts concern names that one in `told_at`."""
+    """A node that runs unfused, by `kernel` if that is not torch's. `verdicts` are told at the first node that they
+    concern; a later node that the same verdicts concern names that one in `told_at`."""
 
     node: Node
     verdicts: tuple[ExplainedVerdict, ...]
     told_at: tuple[str, ...]
+    kernel: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,13 +91,18 @@ class Explanation:
         return tuple(s for s in self.steps if s.is_fused)
 
     @property
+    def lone_kernels(self) -> tuple[ExplainedStep, ...]:
+        """The steps in which a kernel other than torch's runs one node."""
+        return tuple(s for s in self.steps if s.is_lone_kernel)
+
+    @property
     def fused_nodes(self) -> int:
         """How many nodes of the graph run inside a fused kernel."""
         return sum(len(s.nodes) for s in self.fused_steps)
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """Every reason that was given for a node that runs unfused."""
+        """Every reason that was given against a fusion of a node that runs unfused."""
         return tuple(r for left in self.left_alone for v in left.verdicts for r in v.reasons)
 
     def __str__(self) -> str:
@@ -120,7 +132,7 @@ class Explanation:
 def explain(plan: Plan) -> Explanation:
     """Tells why `plan` is as it is. Needs no GPU, imports no kernel."""
     verdicts = {p: _verdict(plan.graph, v) for p, v in enumerate(plan.report.verdicts) if v.kind in NEAREST_FIRST}
-    alone = {index for step in plan.unfused_steps for index in step.nodes}
+    alone = {index for step in plan.lone_steps for index in step.nodes}
     others = [p for p in verdicts if not alone & {(v := plan.report.verdicts[p]).anchor, *v.nodes}]
     return Explanation(
         graph=plan.graph,
@@ -174,7 +186,7 @@ def _left_alone(plan: Plan, verdicts: Mapping[int, ExplainedVerdict]) -> tuple[L
             concerns.setdefault(index, []).append(position)
     told: dict[int, str] = {}
     found: list[LeftAlone] = []
-    for step in plan.unfused_steps:
+    for step in plan.lone_steps:
         for index in step.nodes:
             node = plan.graph.nodes[index]
             mine = concerns.get(index, [])
@@ -182,5 +194,5 @@ def _left_alone(plan: Plan, verdicts: Mapping[int, ExplainedVerdict]) -> tuple[L
             fresh = [p for p in mine if p not in told]
             told.update((p, node.name) for p in fresh)
             near = sorted((verdicts[p] for p in fresh), key=lambda v: (NEAREST_FIRST.index(v.kind), -len(v.with_nodes)))
-            found.append(LeftAlone(node, tuple(near), tuple(before)))
+            found.append(LeftAlone(node, tuple(near), tuple(before), step.title if step.is_fused else None))
     return tuple(found)

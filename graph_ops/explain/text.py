@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ...fusion_rules.verdict import VerdictKind
@@ -66,10 +67,10 @@ def _header(e: Explanation) -> Iterator[str]:
     if not e.may_fuse:
         yield f"{INDENT}unfused on request: {plural(nodes, 'node')}, each on its own"
     elif not fused:
-        yield f"{INDENT}nothing fused: {plural(nodes, 'node')}, each on its own"
+        yield f"{INDENT}nothing fused: {plural(nodes, 'node')}, each on its own{_lone(e)}"
     else:
         kernels = plural(len(e.fused_steps), "fused kernel")
-        yield f"{INDENT}{kernels} over {fused} of {plural(nodes, 'node')}; {nodes - fused} left unfused"
+        yield f"{INDENT}{kernels} over {fused} of {plural(nodes, 'node')}; {nodes - fused} left unfused{_lone(e)}"
     yield f"{INDENT}estimated, not measured" + (f", at {bound}" if bound else "")
     yield ""
     rows = (
@@ -82,6 +83,12 @@ def _header(e: Explanation) -> Iterator[str]:
     yield f"{INDENT}{'':<16}{'this plan':>14}{'all unfused':>14}"
     for label, mine, apart in rows:
         yield f"{INDENT}{label:<16}{mine:>14}{apart:>14}"
+
+
+def _lone(e: Explanation) -> str:
+    """Which kernels run single nodes in torch's stead."""
+    kernels = Counter(step.title for step in e.lone_kernels)
+    return "".join(f", {count} as {title}" for title, count in sorted(kernels.items()))
 
 
 def _steps(e: Explanation) -> Iterator[str]:
@@ -98,7 +105,8 @@ def _step(lead: str, step: ExplainedStep) -> Iterator[str]:
         for position, node in enumerate(step.nodes):
             yield f"{pad}{'absorbs ' if position == 0 else '        '}{node.path}"
     else:
-        yield f"{lead}{step.kernel}: {'; '.join(node.path for node in step.nodes)}"
+        rule = f" (rule {step.rule})" if step.is_lone_kernel else ""
+        yield f"{lead}{step.title}{rule}: {'; '.join(node.path for node in step.nodes)}"
     yield f"{pad}reads   {_bound(step.reads)}"
     yield f"{pad}writes  {_bound(step.writes)}"
     capture = "capturable" if step.capturable else f"not capturable: {step.capture_reason}"
@@ -132,12 +140,12 @@ def _left(e: Explanation) -> Iterator[str]:
 
 
 def _left_node(left: LeftAlone) -> Iterator[str]:
-    yield f"{INDENT}{left.node.path}"
+    yield f"{INDENT}{left.node.path}" + (f", runs as {left.kernel}" if left.kernel else "")
     for verdict in left.verdicts:
         yield from _verdict(verdict, INDENT * 2, left.node.name)
     if left.told_at:
         yield f"{INDENT * 2}see {'also ' if left.verdicts else ''}{', '.join(left.told_at)}"
-    elif not left.verdicts:
+    elif not left.verdicts and left.kernel is None:
         yield f"{INDENT * 2}no rule reaches it"
 
 

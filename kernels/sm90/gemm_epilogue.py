@@ -85,12 +85,12 @@ class GemmEpilogue:
         cute.arch.cp_async_bulk_wait_group(ring - 1, read=True)
         cute.arch.sync_warp()
         for sixteen in cutlass.range_constexpr(BOX_COLUMNS // 16):
-            words = [
-                p.pack(*self._values(acc, nc, block, eight, r, biases), self.config.y_dtype)
+            pairs = [
+                self._values(acc, nc, block, eight, r, biases)
                 for eight in (2 * sixteen, 2 * sixteen + 1)
                 for r in range(2)
             ]
-            self.box.write(base, sixteen, words)
+            self.box.write(base, sixteen, [p.pack(low, high, self.config.y_dtype) for low, high in pairs])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         glu_stores.store_box(

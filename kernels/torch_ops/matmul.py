@@ -19,6 +19,7 @@ import torch
 
 from ...graph_ops.ir.errors import GraphNotSupportedError
 from ...graph_ops.ir.tensor import TensorSpec
+from ..rates import GROUPED_MM_MAJOR
 from .precision import exact_float32
 from .rows import Tiles, bounds, counts, make_tiles, outside, owner
 from .uncovered import device_capability, zero_empty_experts, zero_rows
@@ -29,7 +30,6 @@ Specs = Mapping[str, TensorSpec]
 
 GROUPED_MM_ALIGNMENT = 16  # bytes, of base addresses and of every stride but the unit one: the TMA's unit
 GROUPED_MM_EXPERTS = 1024  # groups that one launch takes
-GROUPED_MM_MAJOR = (9, 10)  # compute capabilities whose kernel reads offsets on the device; others read on the host
 
 
 def grouped_mm_obstacles(

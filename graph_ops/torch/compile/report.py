@@ -37,7 +37,7 @@ class CompileExplanation:
     @property
     def fused_count(self) -> int:
         """Launches of fused kernels in the plans of all regions."""
-        return sum(len(r.plan.fused_steps) for r in self.regions if r.plan is not None)
+        return sum(len(r.plan.fusions) for r in self.regions if r.plan is not None)
 
     def __str__(self) -> str:
         lines = [

@@ -25,6 +25,8 @@ from ...planner import make_plan, require_fused
 from ...target import arch_of_device, as_arch
 from . import region_op  # noqa: F401  registers torch.ops.opfuse.run_graph
 from .importer import Imported, Importer
+from .lone import RULES as LONE_RULES
+from .lone import lone_products, measured_by_inductor
 from .merge import Merge, merge_gate_up
 from .regions import (
     clone_views,
@@ -40,6 +42,7 @@ from .regions import (
     share_conversions,
     sort_topologically,
 )
+from .spellings import GROUPED_MM
 
 if TYPE_CHECKING:
     from ...explain import Explanation
@@ -195,9 +198,27 @@ class Rewriter:
                     changed = True
                 report = replace(report, replaced=not against, reason=against)
             self.regions.append(report)
+        changed = self._replace_lone(graph, part) or changed
         if changed:
             sort_topologically(graph)
             graph.lint()
+
+    def _replace_lone(self, graph: fx.Graph, part: str) -> bool:
+        """Puts kernels in place of grouped matmuls beside no GLU, where the device has some that win; whether any.
+        Those are reported, the others are not."""
+        first = next((n for n in graph.nodes if n.target is GROUPED_MM), None)
+        if first is None or (self.options.rest == "inductor" and measured_by_inductor()):
+            return False
+        here = arch_of_device(device_of((first,)))
+        if not any(map(partial(self._has_kernels, here), LONE_RULES)):
+            return False
+        before = len(self.regions)
+        for node, imported, plan in lone_products(
+            graph, part, partial(make_plan, arch=here, disable=self.options.disable)
+        ):
+            _put_in_place(graph, (node,), imported, self.options.disable)
+            self.regions.append(Region(part, (node.name,), imported.graph, plan, replaced=True))
+        return len(self.regions) > before
 
     def _read(self, region: tuple[fx.Node, ...], part: str) -> tuple[Region, Imported | None]:
         names = tuple(n.name for n in region)
@@ -262,7 +283,7 @@ class Rewriter:
         here = arch_of_device(device_of(region))
         plan = report.plan if report.plan.arch == here.name else (
             make_plan(report.graph, here, disable=self.options.disable))  # fmt: skip
-        if not plan.fused_steps:
+        if not plan.fusions:
             return f"nothing of it fuses on {here.name}"
         one_pass = self.options.rest == "inductor" if self.one_pass is None else self.one_pass
         rival = framework_seconds(region, here, one_pass=one_pass)
@@ -294,7 +315,8 @@ def _put_in_place(graph: fx.Graph, region: tuple[fx.Node, ...], imported: Import
     last = max(imported.inputs, key=places.__getitem__)
     definition = to_json(_anonymous(imported.graph), indent=None)
     after = last if last.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
-    with graph.inserting_after(after):
+    # A lone node keeps its place, which says when its operands may go.
+    with graph.inserting_before(region[0]) if len(region) == 1 else graph.inserting_after(after):
         call = graph.call_function(
             torch.ops.opfuse.run_graph.default, (list(imported.inputs), definition, list(disable))
         )

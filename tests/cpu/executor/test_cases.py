@@ -373,7 +373,7 @@ def test_c109_each_fallback_is_one_structured_record(tools: Any, caplog: pytest.
 def test_c109_opfuse_log_shows_what_it_is_asked_for() -> None:
     script = """
         from opfuse.graph_ops import Graph, DataType
-        g = Graph(arch="sm90")
+        g = Graph(arch="sm100")
         a, b = g.tensor("a", (g.symbol("M"), 8)), g.tensor("b", (2, 8, 8))
         g.grouped_matmul(a, b, g.tensor("o", (2,), data_type=DataType.INT32)).set_output(True)
         g.validate(); g.build_operation_graph(); g.create_execution_plans()

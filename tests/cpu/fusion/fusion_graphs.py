@@ -16,7 +16,10 @@ from opfuse.kernels.registry import KernelEntry
 
 FLOAT, BF16, INT32 = DataType.FLOAT, DataType.BFLOAT16, DataType.INT32
 E4M3, E5M2, E8M0 = DataType.FP8_E4M3, DataType.FP8_E5M2, DataType.FP8_E8M0
-RULE_IDS = ("grouped_gemm_dglu", "grouped_gemm_glu", "grouped_gemm_quant", "grouped_gemm_wgrad", "quantize_row_col")
+FUSIONS = ("grouped_gemm_dglu", "grouped_gemm_glu", "grouped_gemm_quant", "grouped_gemm_wgrad", "quantize_row_col")
+LONE = ("grouped_gemm", "quantize")
+"""Rules whose every match is one node."""
+RULE_IDS = (*FUSIONS, *LONE)
 SM90 = ARCHES["sm90"]
 EXPERTS, DEPTH, COLUMNS = 4, 256, 128
 
@@ -96,10 +99,10 @@ def kernel(
     )  # fmt: skip
 
 
-ANY_KERNELS = tuple(kernel(rule) for rule in RULE_IDS)
-"""One kernel for each rule, which serves whatever the rule allows."""
+ANY_KERNELS = tuple(kernel(rule) for rule in FUSIONS)
+"""One kernel for each fusion, which serves whatever the rule allows."""
 
-EXACT_KERNELS = tuple(kernel(rule, EXACT[rule]) for rule in RULE_IDS)
+EXACT_KERNELS = tuple(kernel(rule, EXACT[rule]) for rule in FUSIONS)
 
 
 def frozen(g: GraphBuilder, *outputs: Tensor) -> OpGraph:

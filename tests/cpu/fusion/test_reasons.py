@@ -37,7 +37,7 @@ SITU = ("situ_beta1", "situ_beta2")
 def attributes() -> list[tuple[str, int, str]]:
     """(rule, node, attribute) of every attribute of every node that each rule fuses."""
     found = []
-    for rule in fg.RULE_IDS:
+    for rule in fg.FUSIONS:
         for node in fg.WHOLE[rule]().freeze().nodes:
             found += [(rule, node.index, name) for name in node.attribute if name not in SITU]
     return found
@@ -212,7 +212,7 @@ def test_c100_why_not_where_the_rule_could_not_begin():
 def test_why_not_refuses_unknown_rules_and_nodes():
     graph = fg.row_col().freeze()
     with pytest.raises(GraphError, match="RULE_UNKNOWN"):
-        why_not(graph, "grouped_gemm", fg.SM90)
+        why_not(graph, "grouped_conv", fg.SM90)
     for node in (7, "nobody"):
         with pytest.raises(GraphError, match="NODE_UNKNOWN"):
             why_not(graph, "quantize_row_col", fg.SM90, node)

@@ -91,7 +91,7 @@ def test_both_weights_reach_the_kernel_in_their_places():
 @pytest.mark.parametrize("parts", [OtherRows, OtherOffsets, Scaled, Interleaved, Written, OneProduct])
 def test_what_is_one_step_away_stays_apart(parts: Callable[[], Parts]):
     plan = parts().plan()
-    assert not plan.fused_steps, str(plan)
+    assert not plan.fusions, str(plan)
 
 
 def test_no_other_arch_takes_them():
@@ -99,7 +99,7 @@ def test_no_other_arch_takes_them():
     parts.plan()
     graph = parts.graph.operation_graph()
     for arch in ("sm80", "sm100", "sm120", "cpu"):
-        assert not make_plan(graph, ARCHES[arch]).fused_steps, arch
+        assert not make_plan(graph, ARCHES[arch]).fusions, arch
 
 
 def test_the_estimate_counts_both_products():

@@ -139,7 +139,7 @@ def test_what_stays_apart_says_why(name: str) -> None:
     graph = dglu(**options)
     plan = plan_of(graph)
     assert code in {r.code for v in plan.report.verdicts if v.kernel == KERNEL for r in v.reasons}
-    assert [names(plan, s) for s in plan.fused_steps] == ([taken] if taken else [])
+    assert [names(plan, s) for s in plan.fusions] == ([taken] if taken else [])
     assert code in str(graph.explain(arch="sm90"))
 
 
@@ -164,5 +164,5 @@ def test_variants_are_plans_by_name(samples: Any) -> None:
     for verb in ("validate", "build_operation_graph", "create_execution_plans"):
         getattr(graph, verb)(**({"arch": "sm90"} if verb == "create_execution_plans" else {}))
     listed = [p.name for p in graph.plans]
-    assert listed[:2] == [KERNEL, "unfused"]
-    assert len(listed) >= 5 and all(n.startswith(f"{KERNEL}[") for n in listed[2:])
+    assert listed[:3] == [KERNEL, "sm90.grouped_gemm", "unfused"]
+    assert len(listed) >= 6 and all(n.startswith(f"{KERNEL}[") for n in listed[3:])
