@@ -20,11 +20,14 @@ from pathlib import Path
 
 import glu_harness  # type: ignore[import-not-found]
 import harness  # type: ignore[import-not-found]
+import wgrad_harness  # type: ignore[import-not-found]
 from glu_cases import CASES as FORWARD  # type: ignore[import-not-found]
 from opfuse.kernels.sm90 import dglu_tune
 from opfuse.kernels.sm90.glu_config import GluConfig
+from opfuse.kernels.sm90.wgrad_config import WgradConfig
 from parallel_build import adapter, fill  # type: ignore[import-not-found]
 from sm90_cases import BASE, CASES, ROW_COL  # type: ignore[import-not-found]
+from wgrad_cases import CASES as WGRAD  # type: ignore[import-not-found]
 
 # Few tiles, so that a tool which follows every access of shared memory ends within seconds; groups that end inside
 # tiles, empty ones, and rows that no expert owns.
@@ -36,8 +39,11 @@ PROBLEMS = {
     "cooperative": (replace(BASE, schedule=dglu_tune.C256), [200, 0, 130], 0),
     "forward": (FORWARD["base"], [0, 1, 300, 77], 70),
     "forward, gate and up apart": (FORWARD["concatenated"], [130, 0, 65], 0),
+    "weight gradient": (WGRAD["base"], [0, 1, 300, 77], 70),
+    "weight gradient, accumulated, cooperative": (WGRAD["accumulate c256_m"], [130, 0, 65], 0),
 }
 K, N = 128, 160
+CHECKS = {GluConfig: glu_harness.check, WgradConfig: wgrad_harness.check}
 DONE = "every problem is right"
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.+)")
 
@@ -45,7 +51,7 @@ SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.+)")
 def run_problems() -> None:
     """Every problem once, in this process; raises AssertionError on a wrong number."""
     for name, (config, sizes, tail) in PROBLEMS.items():
-        check = glu_harness.check if isinstance(config, GluConfig) else harness.check
+        check = CHECKS.get(type(config), harness.check)
         print(name, {k: f"{v:.1e}" for k, v in check(config, sizes, K, N, tail).items()}, flush=True)
     print(DONE, flush=True)
 

@@ -53,14 +53,15 @@ def random_config(seed: int) -> WgradConfig:
     r = random.Random(seed)
     while True:
         pick = r.choice
-        config = WgradConfig(
-            ab_dtype=pick(["bf16", "bf16", "fp16"]), dw_dtype=pick(["bf16", "fp16", "fp32"]),
-            accumulate=r.random() < 0.3,
-            schedule=Schedule(
+        schedule = pick(list(wgrad_tune.SHIPPED.values()))
+        if r.random() < 0.5:
+            schedule = Schedule(
                 tile_m=pick([64, 128, 256]), tile_n=pick([64, 128, 192, 256]), pingpong=pick([False, True]),
                 cluster_m=pick([1, 2]), cluster_n=pick([1, 2]), ab_stages=pick([2, 3, 4, 5]), ring_chunks=pick([2, 4]),
                 band=pick([1, 3, 8]),
-            ),
+            )  # fmt: skip
+        config = WgradConfig(
+            pick(["bf16", "bf16", "fp16"]), pick(["bf16", "fp16", "fp32"]), r.random() < 0.3, schedule
         )  # fmt: skip
         if not illegal(config):
             return config

@@ -11,10 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from opfuse.kernels.sm90 import dglu_tune, glu_tune
+from opfuse.kernels.sm90 import dglu_tune, glu_tune, wgrad_tune
 from opfuse.kernels.sm90.config import ACTIVATIONS, GLU_LAYOUTS
 from opfuse.kernels.sm90.dglu_config import DgluConfig
 from opfuse.kernels.sm90.glu_config import GluConfig
+from opfuse.kernels.sm90.wgrad_config import WgradConfig
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "samples" / "results"
@@ -123,3 +124,18 @@ def test_gpu_cases_of_the_forward_have_every_option(glu_cases: Any, field: str) 
     for configs in (glu_cases.CASES.values(), glu_cases.RANDOM):
         seen = {getattr(c, field) for c in configs}
         assert wanted <= ({a.name for a in seen} if field == "act" else seen), field
+
+
+WGRAD_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "ab_dtype": ("bf16", "fp16"),
+    "dw_dtype": ("bf16", "fp16", "fp32"),
+    "schedule": tuple(wgrad_tune.SHIPPED.values()),
+}
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(WgradConfig)])
+def test_gpu_cases_of_the_weight_gradient_have_every_option(field: str) -> None:
+    """Each in a case of its own name, and among the random configurations."""
+    cases, wanted = _load("wgrad_cases"), set(WGRAD_OPTIONS.get(field, (False, True)))
+    for configs in (cases.CASES.values(), cases.RANDOM):
+        assert wanted <= {getattr(c, field) for c in configs}, field
