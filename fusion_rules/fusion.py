@@ -173,7 +173,10 @@ def _matches(rule: Rule, anchor: Node, view: GraphView) -> tuple[list[Match], Ve
             found.setdefault(tuple(sorted(match.nodes.values())), match)
         if not fitting:
             misses.append(trace)
-    told = misses if not found else [m for m in misses if m.code in CLOSE]
+    # Not of nodes that another pattern took: a quantize along rows is none along columns.
+    told = misses if not found else [
+        m for m in misses if m.code in CLOSE and tuple(sorted(m.fitted or (anchor.index,))) not in found
+    ]  # fmt: skip
     missed = None
     if told:
         nearest = max(told, key=lambda m: m.score)

@@ -17,6 +17,13 @@ SWIZZLED_COLUMN_GROUPS = 4 * BLOCK
 CODES = ("q_row", "q_col")
 
 
+def source_type(p: Problem) -> DataType:
+    """The data type of the value d that derived outputs are computed from: in its wide form, its own, or FLOAT."""
+    stored = p["d"].data_type if "d" in p else DataType.FLOAT
+    found: DataType = p.rounding.get("d_wide", p.rounding.get("d", stored))
+    return found
+
+
 def _formats(p: Problem) -> list[str]:
     wrong = []
     for side in ("row", "col"):

@@ -16,7 +16,7 @@ from ..problem import Problem
 from ..sm90.config import GLU_LAYOUTS
 from ..sm90.dglu_config import DgluConfig, finishes, illegal
 from ..sm90.dglu_tune import SHIPPED, candidates, schedule_for
-from .codes_support import BLOCK_FORMAT, CODE_LAYOUT, GROUP_MULTIPLE, NO_NORM_CONST, SCALE_LAYOUTS_EQUAL
+from .codes_support import BLOCK_FORMAT, CODE_LAYOUT, GROUP_MULTIPLE, NO_NORM_CONST, SCALE_LAYOUTS_EQUAL, source_type
 from .support import (
     ACT_PARAMETERS,
     B_LAYOUT,
@@ -119,11 +119,6 @@ def _adds_up(problem: Problem) -> bool:
     return finishes(config) and typical(extents(problem)[2]) > config.schedule.tile_n
 
 
-def _source_type(p: Problem) -> Any:
-    """The data type of the gradient that derived outputs are computed from."""
-    return p.rounding.get("d_wide", p.rounding.get("d", p["d"].data_type if "d" in p else DataType.FLOAT))
-
-
 DGLU: tuple[Condition, ...] = (
     OPERAND_TYPE,
     Condition(
@@ -155,8 +150,8 @@ DGLU: tuple[Condition, ...] = (
     ),
     Condition(
         "SOURCE_ROUNDING", "dbias, amax and codes of the unrounded gradient",
-        lambda p, a: f"{', '.join(r for r in DERIVED_ROLES if r in p)} of a gradient rounded to {_source_type(p)!r}",
-        lambda p, a: _source_type(p) is DataType.FLOAT,
+        lambda p, a: f"{', '.join(r for r in DERIVED_ROLES if r in p)} of a gradient rounded to {source_type(p)!r}",
+        lambda p, a: source_type(p) is DataType.FLOAT,
         "leave dx virtual FLOAT, and write identity(dx) with d's data type", present(*DERIVED_ROLES),
     ),
     ACT_PARAMETERS,

@@ -18,6 +18,14 @@ from ..problem import Problem
 from ..sm90.config import GLU_LAYOUTS
 from ..sm90.glu_config import GluConfig, illegal
 from ..sm90.glu_tune import SHIPPED, candidates, schedule_for
+from .codes_support import (
+    BLOCK_FORMAT,
+    CODE_LAYOUT,
+    GROUP_MULTIPLE,
+    NO_NORM_CONST,
+    SCALE_LAYOUTS_EQUAL,
+    source_type,
+)
 from .support import (
     ACT_PARAMETERS,
     B_LAYOUT,
@@ -41,7 +49,8 @@ from .support import (
 
 HALVES = (DataType.BFLOAT16, DataType.HALF)
 MATRIX_ROLES = ("a", "c", "d", "bias")
-DERIVED_ROLES = ("q_row", "q_col", "dbias", "amax")
+CODES = ("q_row", "q_col")
+SUMS = ("dbias", "amax")
 """Outputs computed from the activation, of which this kernel writes none."""
 PRODUCT_NAMES = {DataType.FLOAT: None, DataType.BFLOAT16: "bf16", DataType.HALF: "fp16"}
 
@@ -60,9 +69,14 @@ def glu_layout(problem: Problem) -> GluLayout | None:
     return next((problem[r].glu_layout for r in ("c", "b", "bias") if r in problem and problem[r].glu_layout), None)
 
 
+def _has_codes(problem: Problem) -> bool:
+    return any(role in problem for role in CODES)
+
+
 def configuration(problem: Problem) -> GluConfig:
     """The configuration that a problem asks for, with the default schedule; legal only if `illegal` says so."""
-    layout, product = glu_layout(problem), product_type(problem)
+    layout, product, source = glu_layout(problem), product_type(problem), source_type(problem)
+    scales = [problem[r].scale_layout for r in ("sf_row", "sf_col") if r in problem]
     return GluConfig(
         ab_dtype=type_name(problem, "a") or "",
         b_major=b_major(problem) or "k",
@@ -72,11 +86,15 @@ def configuration(problem: Problem) -> GluConfig:
         act=activation(problem),
         product_dtype=PRODUCT_NAMES.get(product, repr(product)),
         h_dtype=type_name(problem, "c"),
-        d_dtype=type_name(problem, "d") or "",
+        d_dtype=type_name(problem, "d"),
         has_prob="prob" in problem,
         has_alpha="alpha" in problem,
         alpha_exponent=problem.attributes.get("alpha_exponent", 1) if "alpha" in problem else 1,
         bias_dtype=type_name(problem, "bias"),
+        q_row_dtype=type_name(problem, "q_row"),
+        q_col_dtype=type_name(problem, "q_col"),
+        sf_swizzled=all(s.swizzled for s in scales if s is not None),
+        source_dtype=PRODUCT_NAMES.get(source, repr(source)) if _has_codes(problem) else None,
     )
 
 
@@ -119,7 +137,10 @@ SAID_BEFORE: dict[str, tuple[str | None, ...]] = {
     "glu_layout": GLU_LAYOUTS,
     "product_dtype": (None, "bf16", "fp16"),
     "h_dtype": (None, "bf16", "fp16"),
-    "d_dtype": ("bf16", "fp16"),
+    "d_dtype": ("bf16", "fp16", None),
+    "q_row_dtype": ("e4m3", "e5m2", None),
+    "q_col_dtype": ("e4m3", "e5m2", None),
+    "source_dtype": (None, "bf16", "fp16"),
     "bias_dtype": (None, "bf16", "fp16", "fp32"),
 }
 """Fields of a configuration that a condition of its own judges, with what it lets through: one fault, one reason."""
@@ -131,6 +152,10 @@ def unbuilt(problem: Problem) -> list[str]:
     judged: dict[str, Any] = {name: let[0] for name, let in SAID_BEFORE.items() if getattr(config, name) not in let}
     if config.separate_up:
         judged["discrete_b"] = False  # UP_WEIGHTS says so
+    if "d" not in problem and not _has_codes(problem):
+        judged["d_dtype"] = "bf16"  # D_TYPE says so
+    if "d_dtype" in judged:
+        judged["source_dtype"] = None
     return illegal(replace(config, **judged))
 
 
@@ -204,9 +229,9 @@ GLU: tuple[Condition, ...] = (
         lambda p, a: p["c"].data_type in HALVES, "write identity of the product with a 16-bit data type", present("c"),
     ),
     Condition(
-        "D_TYPE", "the activation as a BFLOAT16 or HALF tensor",
+        "D_TYPE", "the activation as a BFLOAT16 or HALF tensor, or in codes alone",
         lambda p, a: f"d is {p['d'].data_type!r}" if "d" in p else "no d",
-        lambda p, a: "d" in p and p["d"].data_type in HALVES, "set_data_type on the activation",
+        lambda p, a: p["d"].data_type in HALVES if "d" in p else _has_codes(p), "set_data_type on the activation",
     ),
     Condition(
         "BIAS_TYPE", "BFLOAT16, HALF or FLOAT bias", lambda p, a: f"bias is {p['bias'].data_type!r}",
@@ -214,10 +239,26 @@ GLU: tuple[Condition, ...] = (
         present("bias"),
     ),
     Condition(
-        "PLAIN_OUTPUTS", "no codes, column sums or amax of the activation",
-        lambda p, a: ", ".join(r for r in DERIVED_ROLES if r in p), lambda p, a: False,
-        "they stay nodes of their own, of the activation as a tensor of 16 bits", present(*DERIVED_ROLES),
+        "PLAIN_OUTPUTS", "no column sums or amax of the activation",
+        lambda p, a: ", ".join(r for r in SUMS if r in p), lambda p, a: False,
+        "they stay nodes of their own, of the activation as a tensor of 16 bits", present(*SUMS),
     ),
+    Condition(
+        "SOURCE_ROUNDING", "codes of the activation in FLOAT, or rounded to BFLOAT16 or HALF",
+        lambda p, a: f"it rounds to {source_type(p)!r}", lambda p, a: source_type(p) in PRODUCT_NAMES,
+        "set_data_type on the activation", present(*CODES),
+    ),
+    Condition(
+        "CODE_COLUMNS", "columns of the activation known to be a multiple of 64 where they are quantized",
+        lambda p, a: f"{p[next(r for r in CODES if r in p)].dim[1]}",
+        lambda p, a: all(known_divisor(p[r].dim[1]) % 64 == 0 for r in CODES if r in p),
+        "pad the intermediate size to a multiple of 64", present(*CODES),
+    ),
+    NO_NORM_CONST,
+    BLOCK_FORMAT,
+    CODE_LAYOUT,
+    SCALE_LAYOUTS_EQUAL,
+    GROUP_MULTIPLE,
     ACT_PARAMETERS,
     Condition(
         "LEGAL", "a configuration that the kernel's legality function accepts", lambda p, a: "; ".join(unbuilt(p)),

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ...graph_ops.ir.dims import evaluate
+from ...graph_ops.ir.dims import evaluate, known_divisor
 from ..cache import KernelCache
 from ..problem import Problem
 from ..sm90 import glu_host
 from ..sm90.glu_arguments import glu_arguments
-from ..sm90.glu_config import GluConfig
+from ..sm90.glu_config import GluConfig, has_tiles, zeroes_scales
 from .glu_support import gate_columns, scheduled
 from .launched import Launched, cached, kernel_cache
 from .support import extents
@@ -26,13 +26,16 @@ def compiled(config: GluConfig, cache: KernelCache) -> Any:
 
 
 class GroupedGlu(Launched):
-    """A FusedKernel: one configuration on one device. Rows that no expert owns are zero in c and d."""
+    """A FusedKernel: one configuration on one device. Zero where no expert owns a row: c, d, codes, and with
+    `zeroes_scales` every byte of the scales that is no group's."""
 
     role_of = {"x": "a", "h": "c"}
+    outputs = glu_host.OUTPUTS
 
     def __init__(self, problem: Problem, device: torch.device, config: GluConfig) -> None:
         super().__init__(problem, device, config, glu_arguments(config), compiled(config, kernel_cache()))
         glu_host.install(config, self._function)
+        self.zeroes_scales = zeroes_scales(config, known_divisor(extents(problem)[2]) // gate_columns(problem))
 
     def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:
         M, K, columns, L = (evaluate(extent, bindings) for extent in extents(self._problem))
@@ -41,6 +44,9 @@ class GroupedGlu(Launched):
 
     def scratch_bytes(self, sizes: Mapping[str, int]) -> int:
         return glu_host.workspace_bytes(self.config, sizes["L"])
+
+    def has_tiles(self, sizes: Mapping[str, int]) -> bool:
+        return has_tiles(self.config, sizes["M"])
 
 
 def build(problem: Problem, device: Any, variant: str | None = None) -> GroupedGlu:

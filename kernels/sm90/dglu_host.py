@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from . import launching
@@ -76,7 +76,7 @@ def prepare(config: DgluConfig, tensors: Mapping[str, torch.Tensor | None]) -> C
     shape, strides, alignment or device that the configuration has for it.
     """
     function, arguments = function_of(config), dglu_arguments(config)
-    tensors = {name: _as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+    tensors = {name: launching.as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
     given = launching.present(KERNEL, arguments, tensors, {"dy": 2, "c": 2, "offsets": 1})
     dy = given["dy"]
     (M, K), N, L, device = dy.shape, given["c"].shape[1] // 2, given["offsets"].shape[0], dy.device
@@ -87,23 +87,8 @@ def prepare(config: DgluConfig, tensors: Mapping[str, torch.Tensor | None]) -> C
     launching.refuse(KERNEL, wrong)
     if not has_tiles(config, M):
         outputs = {name: given[name] for name in OUTPUTS if name in given}
-        return functools.partial(_zero, [output[: needed.get(name)] for name, output in outputs.items()])
+        return functools.partial(launching.zero, [output[: needed.get(name)] for name, output in outputs.items()])
     return launching.bound(function, arguments, given, sizes, config.schedule, device)
-
-
-def _zero(outputs: Sequence[torch.Tensor]) -> None:
-    for output in outputs:
-        output.zero_()
-
-
-def _as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Codes and scales as bytes, scales in one dimension: their types are the caller's affair."""
-    import torch
-
-    if not name.startswith(("q_", "sf_")):
-        return tensor
-    flat = tensor.view(-1) if name.startswith("sf_") else tensor
-    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
 def launch(

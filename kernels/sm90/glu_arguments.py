@@ -15,11 +15,15 @@ def glu_arguments(config: GluConfig) -> tuple[Argument, ...]:
     ]
     if config.h_dtype:
         out.append(matrix("h", config.h_dtype, "M", "2N"))
-    out.append(matrix("d", config.d_dtype, "M", "N"))
+    if config.d_dtype:
+        out.append(matrix("d", config.d_dtype, "M", "N"))
     for name, size, present in (("prob", "M", config.has_prob), ("alpha", "L", config.has_alpha)):
         out += [vector(name, "fp32", size)] * present
     if config.bias_dtype:
         out.append(matrix("bias", config.bias_dtype, "L", "2N"))
+    for side, codes in (("row", config.q_row_dtype), ("col", config.q_col_dtype)):
+        if codes:
+            out += [matrix(f"q_{side}", "byte", "M", "N", 16), memory(f"sf_{side}")]
     return (*out, *[memory("workspace", 128)] * bool(scratch_tensors(config, 1)))
 
 

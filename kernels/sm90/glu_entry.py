@@ -10,7 +10,8 @@ from .glu_arguments import glu_arguments
 from .glu_config import GluConfig
 from .grouped_gemm_glu import GroupedGemmGlu
 
-OPTIONAL = ("prob", "alpha", "bias")
+OPTIONAL = ("d", "prob", "alpha", "bias")
+CODES = ("q_row", "sf_row", "q_col", "sf_col")
 
 
 class GluProgram:
@@ -28,10 +29,10 @@ class GluProgram:
             # 16 words of 64 bits a descriptor.
             base = cute.recast_ptr(given["workspace"].iterator.align(128), dtype=cutlass.Int64)
             descriptors = cute.make_tensor(base, cute.make_layout((sizes["L"], 16), stride=(16, 1)))
-        prob, alpha, bias = (given.get(name) for name in OPTIONAL)
+        d, prob, alpha, bias = (given.get(name) for name in OPTIONAL)
         self.kernel(
-            given["x"], given["b"], given.get("b_up"), descriptors, given["offsets"], given.get("h"), given["d"],
-            prob, alpha, bias, clusters, stream,
+            given["x"], given["b"], given.get("b_up"), descriptors, given["offsets"], given.get("h"), d, prob,
+            alpha, bias, *(given.get(name) for name in CODES), clusters, stream,
         )  # fmt: skip
 
 

@@ -12,15 +12,24 @@ from . import glu_stores, stores
 from . import primitives as p
 from .config import CHUNK_N
 from .epilogue_math import DeviceMath
-from .glu_config import D_CHUNK_BYTES, H_CHUNK_BYTES, GluConfig
+from .glu_config import D_CHUNK_BYTES, H_CHUNK_BYTES, PIECE_BYTES, GluConfig, quantizes
 from .glu_math import glu
+from .quantizer import Quantizer
+
+
+class Sides:
+    """What the quantizer is told of a forward configuration: the blocks of 32 columns are interleaved."""
+
+    def __init__(self, config: GluConfig) -> None:
+        self.glu_layout, self.sf_swizzled = "interleaved32", config.sf_swizzled
+        self.q_row_dtype, self.q_col_dtype = config.q_row_dtype, config.q_col_dtype
 
 
 class GluEpilogue:
     """State and steps of one warp's epilogue; every tensor that the configuration does not ask for is None."""
 
-    def __init__(self, config: GluConfig, storage, group, warp, store_h, h, store_d, d, prob, alpha, bias,
-                 columns) -> None:  # fmt: skip
+    def __init__(self, config: GluConfig, storage, group, warp, store_h, h, store_d, d, prob, alpha, bias, columns,
+                 rows, codes) -> None:  # fmt: skip
         self.config, self.schedule = config, config.schedule
         self.storage, self.group, self.warp = storage, group, warp
         self.store_h, self.h, self.store_d, self.d = store_h, h, store_d, d  # store: (copy atom, coordinates, boxes)
@@ -31,7 +40,14 @@ class GluEpilogue:
         self.h_boxes = stores.boxes(config.glu_layout)
         self.neighbours = config.glu_layout == "interleaved1"  # a lane holds gate and up of one column side by side
         self.h_box: Any = glu_stores.Box(self.h_columns, warp, lane) if config.h_dtype else None
-        self.d_box: Any = glu_stores.NarrowBox(warp, lane) if self.neighbours else glu_stores.Box(CHUNK_N, warp, lane)
+        self.d_box: Any = None
+        if config.d_dtype is not None:
+            self.d_box = glu_stores.NarrowBox(warp, lane) if self.neighbours else glu_stores.Box(CHUNK_N, warp, lane)
+        self.quantizer: Any = None
+        if quantizes(config):
+            # Two neighbouring blocks of 32 columns are its sides, so that it sees N / 2 compact columns.
+            self.quantizer = Quantizer(Sides(config), columns >> 1, rows, *codes)
+            self.codes_base = storage.codes.data_ptr().toint()
         self.h_base = storage.h.data_ptr().toint()
         self.d_base = storage.d.data_ptr().toint()
         self.math = DeviceMath()
@@ -47,6 +63,8 @@ class GluEpilogue:
 
     def block_row(self, block: int):
         """First row, inside the tile, of this warp's 16 rows of a 64-row block."""
+        if self.config.q_col_dtype is not None:
+            return self.warp * 2 * stores.WARP_ROWS + block * stores.WARP_ROWS
         if self.schedule.pingpong:
             return self.warp * stores.WARP_ROWS + block * 64
         return self.warp * stores.WARP_ROWS + block * 128 + self.group * 64
@@ -71,6 +89,8 @@ class GluEpilogue:
     def run(self, acc: cute.Tensor, row: Int32, n0: Int32, end: Int32, expert: Int32, used: Int32):
         """The tile's chunks, columns outside, 64-row blocks inside; returns how many chunks the ring has served."""
         s = self.schedule
+        if cutlass.const_expr(self.quantizer is not None):
+            return self._run_quantized(acc, row, n0, end, expert, used)
         for nc in cutlass.range_constexpr(s.tile_n // (2 * CHUNK_N)):
             if n0 + nc * CHUNK_N < self.columns:
                 for block in cutlass.range_constexpr(s.m_blocks):
@@ -90,20 +110,25 @@ class GluEpilogue:
         expert: Int32,
         used: Int32,
     ):
-        """32 columns of the activation, and 64 of h, of this warp's 16 rows, which begin at `row`."""
+        """32 columns of the activation, and 64 of h, of this warp's 16 rows, which begin at `row`; returns the
+        activation as the quantizer takes it."""
         config, ring = self.config, self.schedule.ring_chunks
         index = self.group * ring + (used & (ring - 1))
         d_base, h_base = self.d_base + index * D_CHUNK_BYTES, self.h_base + index * H_CHUNK_BYTES
-        # The stores that last left from here have read it when at most the ring's others are under way.
-        cute.arch.cp_async_bulk_wait_group(ring - 1, read=True)
-        cute.arch.sync_warp()
+        stores_any = cutlass.const_expr(config.d_dtype is not None or config.h_dtype is not None)
+        if cutlass.const_expr(stores_any):
+            # The stores that last left from here have read it when at most the ring's others are under way.
+            cute.arch.cp_async_bulk_wait_group(ring - 1, read=True)
+            cute.arch.sync_warp()
+        values = [None] * 16
         for half in cutlass.range_constexpr(2):
             if cutlass.const_expr(self.neighbours):
                 self._half_of_neighbours(acc, nc, block, half, n0, expert, h_base, d_base)
             else:
-                self._half(acc, nc, block, half, n0, expert, h_base, d_base)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
+                self._half(acc, nc, block, half, n0, expert, h_base, d_base, values)
+        if cutlass.const_expr(stores_any):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
         if cutlass.const_expr(config.h_dtype is not None):
             for box in cutlass.range_constexpr(self.h_boxes):
                 glu_stores.store_box(
@@ -111,11 +136,47 @@ class GluEpilogue:
                     self.h_columns, self.warp, row, end,
                     stores.box_column(config.glu_layout, n0, self.columns, box),
                 )  # fmt: skip
-        glu_stores.store_box(*self.store_d, index, d_base, self.d, CHUNK_N, self.warp, row, end, n0)
-        cute.arch.cp_async_bulk_commit_group()
+        if cutlass.const_expr(config.d_dtype is not None):
+            glu_stores.store_box(*self.store_d, index, d_base, self.d, CHUNK_N, self.warp, row, end, n0)
+        if cutlass.const_expr(stores_any):
+            cute.arch.cp_async_bulk_commit_group()
+        return values
 
-    def _half(self, acc, nc: int, block: int, half: int, n0, expert, h_base, d_base) -> None:
-        """16 columns of the activation, where a lane's gate and up of one column are of different 8-column blocks."""
+    @cute.jit
+    def _run_quantized(self, acc: cute.Tensor, row: Int32, n0: Int32, end: Int32, expert: Int32, used: Int32):
+        """`run` where codes are asked for: two chunks of columns at a time, which are the quantizer's sides."""
+        for pair in cutlass.range_constexpr(self.schedule.tile_n // (4 * CHUNK_N)):
+            at = n0 + pair * 2 * CHUNK_N
+            if at < self.columns:
+                if cutlass.const_expr(self.config.q_col_dtype is not None):
+                    first = row + self.block_row(0)
+                    # All 32 rows of a warp are before `end` or none, which is the caller's promise. A block that `end`
+                    # cuts is left out, so that a broken promise does not write over another expert's rows.
+                    if first + 2 * stores.WARP_ROWS <= end:
+                        self._quantize(acc, pair, (0, 1), first, at, end, expert, used)
+                else:
+                    for block in cutlass.range_constexpr(self.schedule.m_blocks):
+                        first = row + self.block_row(block)
+                        self._quantize(acc, pair, (block,), first, at, end, expert, used + 2 * block)
+                used += 2 * self.schedule.m_blocks
+        return used
+
+    def _quantize(self, acc, pair: int, blocks, row, n0, end, expert, used) -> None:
+        """64 columns of one or two blocks of 16 rows, which follow one another from `row` on."""
+        values: Any = [([], []) for _ in blocks]
+        for side in (0, 1):
+            for i, block in enumerate(blocks):
+                values[i][side].extend(
+                    self._chunk(acc, 2 * pair + side, block, row + stores.WARP_ROWS * i, n0 + CHUNK_N * side, end,
+                                expert, used + len(blocks) * side + i)
+                )  # fmt: skip
+        mine = self.codes_base + (self.group * 4 + self.warp) * (len(blocks) * 2 * PIECE_BYTES)
+        pieces = [[mine + (2 * i + k) * PIECE_BYTES for k in (0, 1)] for i in range(len(blocks))]
+        self.quantizer.run(values, pieces, row, end, n0 >> 1, p.sync_warp)
+
+    def _half(self, acc, nc: int, block: int, half: int, n0, expert, h_base, d_base, values) -> None:
+        """16 columns of the activation, where a lane's gate and up of one column are of different 8-column blocks;
+        fills their part of `values`."""
         concatenated = self.config.glu_layout == "concatenated"
         first, apart = (4 * nc, self.schedule.tile_n // 16) if concatenated else (8 * nc, 4)
         gates, ups, words = [], [], []
@@ -128,13 +189,21 @@ class GluEpilogue:
                 y = [self._activate(g, u, block, r) for g, u in zip(gate, up, strict=True)]
                 gates.append(gate_word)
                 ups.append(up_word)
-                words.append(p.pack(y[0], y[1], self.config.d_dtype))
+                words.append(self._word(y, values, 4 * half + 2 * j + 8 * r))
         if self.config.h_dtype is not None:
             # Columns of up follow 32 columns of gate in one box, or fill a box of their own.
             self.h_box.write(h_base, half, gates)
             self.h_box.write(h_base + (stores.HALF_BOX_BYTES if concatenated else 0), half + (0 if concatenated else 2),
                              ups)  # fmt: skip
-        self.d_box.write(d_base, half, words)
+        if self.d_box is not None:
+            self.d_box.write(d_base, half, words)
+
+    def _word(self, y, values, at: int):
+        """Two neighbouring columns as a word of d, None without d; puts what is quantized of them into `values`."""
+        kind = self.config.source_dtype or self.config.d_dtype
+        word = p.pack(y[0], y[1], kind) if kind is not None else None
+        values[at : at + 2] = y if self.config.source_dtype is None else p.unpack(word, kind)
+        return word
 
     def _half_of_neighbours(self, acc, nc: int, block: int, half: int, n0, expert, h_base, d_base) -> None:
         """16 columns of the activation, 32 of the product: of each 8 of these a lane has one gate and its up."""

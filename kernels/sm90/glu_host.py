@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,16 @@ from . import launching
 from .compiling import Functions, compile_legal
 from .config import padded_bytes
 from .glu_arguments import glu_arguments
-from .glu_config import GluConfig, illegal, scratch_tensors
+from .glu_config import GluConfig, has_tiles, illegal, scale_bytes, scratch_tensors
 
 if TYPE_CHECKING:
     import torch
 
 KERNEL = "grouped GEMM + GLU"
+ACTIVATION = ("d", "q_row", "q_col")
+"""Outputs of which one at least is there: the activation, as it is or in codes."""
+OUTPUTS = ("h", *ACTIVATION, "sf_row", "sf_col")
+"""Outputs: zero where there is no row."""
 
 
 def workspace_bytes(config: GluConfig, L: int) -> int:
@@ -51,15 +56,19 @@ def prepare(config: GluConfig, tensors: Mapping[str, torch.Tensor | None]) -> Ca
     shape, strides, alignment or device that the configuration has for it.
     """
     function, arguments = function_of(config), glu_arguments(config)
-    given = launching.present(KERNEL, arguments, tensors, {"x": 2, "d": 2, "offsets": 1})
+    tensors = {name: launching.as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+    activation = next(argument.name for argument in arguments if argument.name in ACTIVATION)
+    given = launching.present(KERNEL, arguments, tensors, {"x": 2, activation: 2, "offsets": 1})
     x = given["x"]
-    (M, K), N, L, device = x.shape, given["d"].shape[1], given["offsets"].shape[0], x.device
+    (M, K), N, L, device = x.shape, given[activation].shape[1], given["offsets"].shape[0], x.device
     sizes = {"M": M, "K": K, "N": N, "2N": 2 * N, "L": L}
     needed = {"workspace": workspace_bytes(config, L)}
+    needed |= {f"sf_{side}": size for side, size in scale_bytes(config, M, N).items()}
     wrong = illegal(config, n=N, k=K) + launching.misfits(arguments, given, sizes, needed, device)
     launching.refuse(KERNEL, wrong)
-    if M == 0:
-        return lambda: None
+    if not has_tiles(config, M):
+        outputs = [given[name][: needed.get(name)] for name in OUTPUTS if name in given]
+        return functools.partial(launching.zero, outputs)
     return launching.bound(function, arguments, given, sizes, config.schedule, device)
 
 
@@ -69,18 +78,24 @@ def launch(
     x: torch.Tensor,  # (M, K)
     b: torch.Tensor,  # (L, K, 2N), or (L, K, N), or (L,) int64 addresses of (K, 2N) buffers
     offsets: torch.Tensor,  # (L,) int32 end offsets
-    d: torch.Tensor,  # (M, N)
+    d: torch.Tensor | None = None,  # (M, N)
     b_up: torch.Tensor | None = None,  # (L, K, N)
     h: torch.Tensor | None = None,  # (M, 2N)
     prob: torch.Tensor | None = None,  # (M,) float32
     alpha: torch.Tensor | None = None,  # (L,) float32
     bias: torch.Tensor | None = None,  # (L, 2N)
+    q_row: torch.Tensor | None = None,  # (M, N) codes
+    sf_row: torch.Tensor | None = None,  # scales as one contiguous buffer
+    q_col: torch.Tensor | None = None,  # (M, N) codes
+    sf_col: torch.Tensor | None = None,  # scales as one contiguous buffer
     workspace: torch.Tensor | None = None,  # uint8, `workspace_bytes`
 ) -> None:
     """Runs one configuration on torch's current stream; allocates nothing, waits for nothing, reads no offset.
 
-    The configuration says which tensors are present. Rows at or past offsets[-1] of h and d become zero.
+    The configuration says which tensors are present. Rows at or past offsets[-1] of h, d and the codes become zero; so
+    do bytes of the scale buffers that belong to no row where `glu_config.zeroes_scales`, or they are not written.
     Raises as `prepare`.
     """
     prepare(config, {"x": x, "b": b, "b_up": b_up, "offsets": offsets, "d": d, "h": h, "prob": prob, "alpha": alpha,
-                     "bias": bias, "workspace": workspace})()  # fmt: skip
+                     "bias": bias, "q_row": q_row, "sf_row": sf_row, "q_col": q_col, "sf_col": sf_col,
+                     "workspace": workspace})()  # fmt: skip

@@ -29,7 +29,7 @@ class GluOperands(Operands):
         self.schedule = config.schedule
         self.dtype = DTYPES[config.ab_dtype]
         self.ring_dtype = cutlass.BFloat16  # stands for any 16-bit type
-        self.pairs_rows = False
+        self.pairs_rows = config.q_col_dtype is not None
         s = self.schedule
         self.b_boxes = 2 if config.glu_layout == "concatenated" else 1
         self.b_columns = s.tile_n // self.b_boxes

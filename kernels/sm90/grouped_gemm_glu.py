@@ -28,15 +28,20 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from . import mainloop, records, roles, scheduler, stores
+from . import mainloop, padding, records, roles, scheduler, stores
 from . import primitives as p
 from .config import CHUNK_N, CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS, TILE_K, WARPGROUP
 from .experts import DescribeExperts, descriptor
-from .glu_config import GluConfig, smem_bytes
+from .glu_config import GluConfig, codes_bytes, quantizes, smem_bytes
 from .glu_epilogue import GluEpilogue
 from .glu_operands import GluOperands
 
 THREADS = WARPGROUP * (1 + CONSUMERS)
+
+
+def _first(*tensors):
+    """The first that is there."""
+    return next(tensor for tensor in tensors if tensor is not None)
 
 
 class GroupedGemmGlu:
@@ -58,15 +63,19 @@ class GroupedGemmGlu:
         descriptors: Optional[cute.Tensor],  # (L, 16) words: TMA descriptors of discrete weights
         offsets: cute.Tensor,  # (L,)
         h: Optional[cute.Tensor],  # (M, 2N)
-        d: cute.Tensor,  # (M, N)
+        d: Optional[cute.Tensor],  # (M, N)
         prob: Optional[cute.Tensor],  # (M,)
         alpha: Optional[cute.Tensor],  # (L,)
         bias: Optional[cute.Tensor],  # (L, 2N)
+        q_row: Optional[cute.Tensor],  # (M, N) bytes
+        sf_row: Optional[cute.Tensor],  # bytes
+        q_col: Optional[cute.Tensor],  # (M, N) bytes
+        sf_col: Optional[cute.Tensor],  # bytes
         clusters: Int32,
         stream: cuda.CUstream,
     ):
         s, make = self.schedule, self.operands
-        columns = cute.size(d, mode=[1])
+        columns = cute.size(_first(d, q_row, q_col), mode=[1])
         b_nkl = make.weights(x, b, columns * 2)
         smem_a, smem_b, smem_box, smem_h, smem_d = make.layouts()
         load_a, load_b = make.load_a(x, smem_a), make.load_b(b_nkl, smem_box)
@@ -78,7 +87,11 @@ class GroupedGemmGlu:
         store_h = (None, None)
         if cutlass.const_expr(h is not None):
             store_h = make.store_rows(h, stores.box_columns(self.config.glu_layout))
+        store_d = (None, None)
+        if cutlass.const_expr(d is not None):
+            store_d = make.store_rows(d, CHUNK_N)
         h_size = cute.cosize(smem_h) if self.config.h_dtype else 8
+        d_size = cute.cosize(smem_d) if self.config.d_dtype else 0
 
         @cute.struct
         class Storage:
@@ -87,18 +100,19 @@ class GroupedGemmGlu:
             rec_full: cute.struct.MemRange[Int64, scheduler.RECORDS]
             rec_empty: cute.struct.MemRange[Int64, scheduler.RECORDS]
             records: cute.struct.MemRange[Int32, scheduler.RECORDS * scheduler.RECORD_WORDS]
+            codes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, max(16, codes_bytes(self.config))], 128]
             h: cute.struct.Align[cute.struct.MemRange[make.ring_dtype, h_size], 1024 if self.config.h_dtype else 16]
             a: cute.struct.Align[cute.struct.MemRange[make.dtype, cute.cosize(smem_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[make.dtype, cute.cosize(smem_b)], 1024]
-            d: cute.struct.Align[cute.struct.MemRange[make.ring_dtype, cute.cosize(smem_d)], 1024]
+            d: cute.struct.Align[cute.struct.MemRange[make.ring_dtype, d_size], 1024 if self.config.d_dtype else 16]
 
         used, modelled = Storage.size_in_bytes(), smem_bytes(self.config)  # type: ignore[attr-defined]
         assert used <= modelled, f"{used} bytes of shared memory, {modelled} by glu_config.smem_bytes"
         self.storage = Storage
         self.kernel(
-            *load_a, *load_b, *load_up, *store_h, *make.store_rows(d, CHUNK_N), make.tiled_mma(False),
-            make.tiled_mma(True), smem_a, smem_b, smem_box, smem_h, smem_d, descriptors, offsets, h, d, prob, alpha,
-            bias, cute.size(x, mode=[1]), columns,
+            *load_a, *load_b, *load_up, *store_h, *store_d, make.tiled_mma(False), make.tiled_mma(True),
+            smem_a, smem_b, smem_box, smem_h, smem_d, descriptors, offsets, h, d, prob, alpha, bias, q_row, sf_row,
+            q_col, sf_col, cute.size(x, mode=[1]), columns,
         ).launch(
             grid=[clusters * s.cluster_size, 1, 1],
             block=[THREADS, 1, 1],
@@ -118,8 +132,8 @@ class GroupedGemmGlu:
         coords_up: Optional[cute.Tensor],
         atom_h: Optional[cute.CopyAtom],
         coords_h: Optional[cute.Tensor],
-        atom_d: cute.CopyAtom,
-        coords_d: cute.Tensor,
+        atom_d: Optional[cute.CopyAtom],
+        coords_d: Optional[cute.Tensor],
         mma_first: cute.TiledMma,
         mma: cute.TiledMma,
         smem_a: cute.ComposedLayout,
@@ -130,10 +144,14 @@ class GroupedGemmGlu:
         descriptors: Optional[cute.Tensor],
         offsets: cute.Tensor,
         h: Optional[cute.Tensor],
-        d: cute.Tensor,
+        d: Optional[cute.Tensor],
         prob: Optional[cute.Tensor],
         alpha: Optional[cute.Tensor],
         bias: Optional[cute.Tensor],
+        q_row: Optional[cute.Tensor],
+        sf_row: Optional[cute.Tensor],
+        q_col: Optional[cute.Tensor],
+        sf_col: Optional[cute.Tensor],
         depth: Int32,
         columns: Int32,
     ):
@@ -147,12 +165,14 @@ class GroupedGemmGlu:
         s_a = storage.a.get_tensor(smem_a.outer, swizzle=smem_a.inner)
         s_b = storage.b.get_tensor(smem_b.outer, swizzle=smem_b.inner)
         s_box = storage.b.get_tensor(smem_box.outer, swizzle=smem_box.inner)
-        s_d = storage.d.get_tensor(smem_d.outer, swizzle=smem_d.inner)
+        s_d = None
+        if cutlass.const_expr(d is not None):
+            s_d = storage.d.get_tensor(smem_d.outer, swizzle=smem_d.inner)
         s_h = None
         if cutlass.const_expr(h is not None):
             s_h = storage.h.get_tensor(smem_h.outer, swizzle=smem_h.inner)
         k_tiles = (depth + TILE_K - 1) // TILE_K
-        rows = cute.size(d, mode=[0])
+        rows = cute.size(_first(d, q_row, q_col), mode=[0])
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -160,17 +180,29 @@ class GroupedGemmGlu:
                 a, b = (atom_a, coords_a, s_a), ((atom_b, atom_up), (coords_b, coords_up), s_box)
                 self._feed(storage, a, b, descriptors, offsets, rows, k_tiles, columns)
             else:
-                for tensor in (h, d):
+                for tensor in (h, d, q_row, q_col):
                     if cutlass.const_expr(tensor is not None):
                         stores.zero_rows(tensor, offsets[cute.size(offsets) - 1], rows, warp - 1, 3)
+                if cutlass.const_expr(quantizes(self.config) and self.config.sf_swizzled):
+                    self._zero_scales(sf_row, sf_col, offsets, rows, columns, warp - 1)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = cute.arch.make_warp_uniform(warp // 4 - 1)
             epilogue = GluEpilogue(
                 self.config, storage, group, warp % 4, (atom_h, coords_h, s_h), h, (atom_d, coords_d, s_d), d, prob,
-                alpha, bias, columns,
+                alpha, bias, columns, rows, (q_row, sf_row, q_col, sf_col),
             )  # fmt: skip
             roles.compute(storage, self.schedule, group, mma_first, mma, s_a, s_b, k_tiles, columns, epilogue, False)
+
+    @cute.jit
+    def _zero_scales(self, sf_row, sf_col, offsets: cute.Tensor, rows: Int32, columns: Int32, warp: Int32):
+        """Zeros in the swizzled scales that belong to no expert's row; three warps of every CTA share them."""
+        last = cutlass.min(cutlass.max(offsets[cute.size(offsets) - 1], Int32(0)), rows)
+        # Two neighbouring blocks of 32 columns are what gate and up are to `padding`.
+        if cutlass.const_expr(sf_row is not None):
+            padding.zero_row_scales(sf_row, last, rows, columns // 2, warp, 3)
+        if cutlass.const_expr(sf_col is not None):
+            padding.zero_column_scales(sf_col, last, rows, columns // 2, warp, 3)
 
     @cute.jit
     def _feed(self, storage, a, b, descriptors, offsets: cute.Tensor, rows: Int32, k_tiles: Int32, columns: Int32):
@@ -201,10 +233,7 @@ class GroupedGemmGlu:
             n0 = (n * s.cluster_n + rank_n) * self.columns_a_tile
             records.write(storage, count, row, n0, end, expert)
             count += 1
-            g_a = cute.local_tile(cute.domain_offset((row, 0), coords_a), (s.tile_m, TILE_K), (0, None))
-            part_a, tile_a = cpasync.tma_partition(
-                atom_a, rank_n, cute.make_layout(s.cluster_n), cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
-            )
+            part_a, tile_a = self.operands.partition_a(atom_a, coords_a, s_a, row, rank_n)
             copy_b = self._weights_of(b, descriptors, expert, n0, columns, rank_m, rank_n)
 
             def copy_a(k, at, barrier):

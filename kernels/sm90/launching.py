@@ -26,6 +26,22 @@ def clusters(schedule: Schedule, device: torch.device) -> int:
     return multiprocessors(device.index) // schedule.cluster_size
 
 
+def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Codes and scales as bytes, scales in one dimension: their types are the caller's affair. Others as they are."""
+    import torch
+
+    if not name.startswith(("q_", "sf_")):
+        return tensor
+    flat = tensor.view(-1) if name.startswith("sf_") else tensor
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+
+
+def zero(outputs: Sequence[torch.Tensor]) -> None:
+    """Zeros in all of them: what a launch is where no expert can own a row."""
+    for output in outputs:
+        output.zero_()
+
+
 def refuse(kernel: str, wrong: Sequence[str]) -> None:
     """Raises ValueError with everything that is wrong, if anything is."""
     if wrong:

@@ -44,6 +44,20 @@ class Operands:
             return self._load_paired(dy, warpgroup.SmemLayoutAtomKind.K_SW128, TILE_K, 2)
         return self._load_atom(dy, smem, (self.schedule.tile_m, TILE_K), self.schedule.cluster_n)
 
+    def partition_a(self, atom, coords, smem, row, rank_n):
+        """(shared memory by stage, global memory by k step) of the TMA loads of the tile of A that begins at `row`."""
+        s = self.schedule
+        if self.pairs_rows:
+            shape = (stores.WARP_ROWS, TILE_K, 4, 2)
+            tile = cute.local_tile(cute.domain_offset((0, 0, row // 32, 0), coords), shape, (0, None, 0, 0))
+            whole, modes = cute.group_modes(cute.flat_divide(smem, (stores.WARP_ROWS, TILE_K)), 0, 4), 4
+        else:
+            tile = cute.local_tile(cute.domain_offset((row, 0), coords), (s.tile_m, TILE_K), (0, None))
+            whole, modes = cute.group_modes(smem, 0, 2), 2
+        return cpasync.tma_partition(
+            atom, rank_n, cute.make_layout(s.cluster_n), whole, cute.group_modes(tile, 0, modes)
+        )
+
     def load_b(self, b_nkl, smem):
         return self._load_atom(b_nkl, smem, (self.schedule.tile_n, TILE_K), self.schedule.cluster_m)
 

@@ -53,7 +53,8 @@ def prepare(config: QuantizeConfig, tensors: Mapping[str, torch.Tensor | None]) 
     shape, strides, alignment or device that the configuration has for it.
     """
     function, arguments = function_of(config), quantize_arguments(config)
-    given = launching.present(KERNEL, arguments, _as_bytes(tensors), {"x": 2})
+    tensors = {name: launching.as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+    given = launching.present(KERNEL, arguments, tensors, {"x": 2})
     (M, N), device = given["x"].shape, given["x"].device
     needed = {f"sf_{side}": size for side, size in scale_bytes(config, M, N).items()}
     sizes = extents(M, N)
@@ -63,17 +64,6 @@ def prepare(config: QuantizeConfig, tensors: Mapping[str, torch.Tensor | None]) 
         return lambda: None
     opened = {a.name: a.opened(given[a.name].shape, given[a.name].stride()) for a in arguments}
     return on_device(functools.partial(function, *words_of(arguments, sizes, 1, opened).at(given)), device)
-
-
-def _as_bytes(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Codes and scales as bytes, scales flat."""
-    import torch
-
-    out = dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor is not None and name.startswith(("q_", "sf_")):
-            out[name] = tensor.view(torch.uint8) if name.startswith("q_") else tensor.view(torch.uint8).view(-1)
-    return out
 
 
 def launch(
