@@ -83,4 +83,8 @@ def combine(y: torch.Tensor, routing: Routing) -> torch.Tensor:
 def row_probs(weight: torch.Tensor, routing: Routing) -> torch.Tensor:
     """(T, k) -> (M,) float32: the router's weight of each row, zero in empty rows."""
     flat = weight.reshape(-1).float()
-    return flat.new_zeros(routing.token.shape[0]).index_copy(0, routing.slot, flat)
+    rows = routing.token.shape[0]
+    probs = flat.new_empty(rows) if routing.filled is None else flat.new_zeros(rows)
+    if torch.compiler.is_compiling():
+        return probs.index_copy(0, routing.slot, flat)
+    return probs.index_copy_(0, routing.slot, flat)  # without the copy of `probs`

@@ -69,19 +69,19 @@ def _sorted(expert: torch.Tensor, num_experts: int, multiple_of: int) -> Placed:
     ids = _narrow(expert.reshape(-1).clamp(max=num_experts), num_experts)  # (T * k,)
     by_expert, order = ids.sort(stable=True)
     bins = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
-    end = torch.searchsorted(by_expert, bins, right=True)  # (L + 1,)
-    count = torch.diff(end, prepend=end.new_zeros(1))
+    start, end = (torch.searchsorted(by_expert, bins, right=right) for right in (False, True))  # (L + 1,)
+    count = end - start
     index = torch.arange(choices, device=ids.device)
     if multiple_of == 1:  # the rows are the choices in order of experts
-        slot = torch.empty_like(index).index_copy(0, order, index)
+        slot = torch.empty_like(index).index_copy_(0, order, index)
         return slot, order // top_k, None, count[:num_experts]
     padded = (count + (multiple_of - 1)) // multiple_of * multiple_of
     first = padded.cumsum(0) - padded  # (L + 1,); the last one's is the first row of no expert
-    place = (first - (end - count)).index_select(0, by_expert.int()) + index  # (T * k,): rows in order of experts
-    slot = torch.empty_like(place).index_copy(0, order, place)
+    place = (first - start).index_select(0, by_expert.int()) + index  # (T * k,): rows in order of experts
+    slot = torch.empty_like(place).index_copy_(0, order, place)
     rows = rows_for(choices, num_experts, multiple_of)
-    token = torch.zeros(rows, dtype=torch.int64, device=ids.device).index_copy(0, place, order // top_k)
-    filled = torch.zeros(rows, dtype=torch.bool, device=ids.device).index_fill(0, place, True)
+    token = torch.zeros(rows, dtype=torch.int64, device=ids.device).index_copy_(0, place, order // top_k)
+    filled = torch.zeros(rows, dtype=torch.bool, device=ids.device).index_fill_(0, place, True)
     return slot, token, filled, padded[:num_experts]
 
 
