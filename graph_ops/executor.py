@@ -402,9 +402,13 @@ def _compile_step(plan: Plan, step: Step, device: torch.device, entries: Mapping
     if step.match is None:
         node = graph.nodes[step.nodes[0]]
         inputs = graph.inputs_of(node)
+        groups = None if "offsets" in inputs else graph.row_groups(node)
         return UnfusedStep(
             op=node.op,
-            inputs=tuple((p, uid) for p, uid in node.inputs if not inputs[p].is_constant),
+            inputs=(
+                *((p, uid) for p, uid in node.inputs if not inputs[p].is_constant),
+                *(() if groups is None else (("offsets", groups),)),
+            ),
             scalars={p: t.value for p, t in inputs.items() if t.value is not None},
             outputs=node.outputs,
             attributes=node.spec.complete(node.attribute),

@@ -63,6 +63,12 @@ class Use:
     port: str
 
 
+ROWS_FROM = {"glu": "x", "glu_backward": "dy"}
+"""The input whose rows of no expert make a GLU's, or its derivative's, zero."""
+COLUMNS_ONLY = {"join_glu": "gate", "convert_glu_layout": "x"}
+"""Ops that move columns, and the input whose zero rows stay zero."""
+
+
 @dataclass(frozen=True)
 class OpGraph:
     """Tensors by uid and nodes in the order they were declared.
@@ -148,6 +154,24 @@ class OpGraph:
         for _, uid in node.outputs:
             for use in self.uses.get(uid, ()):
                 yield use.node
+
+    def row_groups(self, node: Node) -> int | None:
+        """The uid of the end offsets that say which rows of a GLU or its derivative belong to an expert: those of the
+        grouped matmul that it follows. None for other nodes, and where none precedes.
+
+        Rows of no expert are zero then, like the product's, whatever the node's other inputs hold there: a fused kernel
+        does not read them.
+        """
+        port = ROWS_FROM.get(node.op)
+        while port is not None:
+            use = self.producers.get(dict(node.inputs)[port])
+            if use is None:
+                return None
+            node = use.node
+            if node.op == "grouped_matmul":
+                return dict(node.inputs)["offsets"]
+            port = COLUMNS_ONLY.get(node.op)
+        return None
 
     @property
     def _declared_in_order(self) -> bool:

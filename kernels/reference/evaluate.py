@@ -56,7 +56,8 @@ def evaluate_graph(
     """Every tensor that the graph's nodes produce, by uid, each stored in its own data type.
 
     `values`: graph inputs by uid, and the old contents of outputs that are accumulated into. Rounding happens where a
-    tensor's data type says so, virtual or not, and nowhere else. Raises KeyError for a missing input.
+    tensor's data type says so, virtual or not, and nowhere else. Rows of no expert are zero in what follows a grouped
+    matmul (OpGraph.row_groups). Raises KeyError for a missing input.
     """
     known: dict[int, Value] = {uid: t.value for uid, t in graph.tensors.items() if t.value is not None}
     known.update({uid: value for uid, value in values.items() if uid not in graph.producers})
@@ -66,10 +67,19 @@ def evaluate_graph(
         inputs.update({port: values[node.output_uids[port]] for port in node.reads_output})
         specs = {**graph.inputs_of(node), **graph.outputs_of(node)}
         results = evaluate(node.op, inputs, node.attribute, specs, dtype=dtype)
+        groups = graph.row_groups(node)
+        if groups is not None:
+            results = {port: _clear_unowned(t, known[groups]) for port, t in results.items()}
         stored = {uid: store(results[port], graph.tensors[uid].data_type) for port, uid in node.outputs}
         produced.update(stored)
         known.update(stored)
     return produced
+
+
+def _clear_unowned(result: torch.Tensor, offsets: Any) -> torch.Tensor:
+    """`result` (M, ...) with zero in the rows past the last offset."""
+    end = int(offsets[-1]) if len(offsets) else 0
+    return torch.cat([result[:end], torch.zeros_like(result[end:])])
 
 
 def store(result: torch.Tensor, data_type: DataType) -> torch.Tensor:

@@ -71,25 +71,32 @@ def _store_halves(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, layou
 
 
 def glu(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any], specs: Specs) -> None:
-    """(M, 2I) -> (M, I): prob * G(gate) * U(up)."""
+    """(M, 2I) -> (M, I): prob * G(gate) * U(up). With offsets rows outside every group are zero."""
     gate, up = _gate_up(inputs["x"], layout_at(specs, "x"))
     g, u, _, _ = ACTIVATION[attributes["act"]](gate, up, attributes)
     y = g * u
     outputs["y"].copy_(y * inputs["prob"].reshape(-1, 1) if "prob" in inputs else y)
+    _clear_unowned(inputs, outputs)
+
+
+def _clear_unowned(inputs: Inputs, outputs: Outputs) -> None:
+    """Zero in the rows of no expert, where offsets say which those are, whatever was read there."""
+    if "offsets" in inputs:
+        for out in outputs.values():
+            unowned = outside(inputs["offsets"], out.shape[0])
+            out.masked_fill_(unowned.view(-1, *[1] * (out.dim() - 1)), 0)
 
 
 def glu_backward(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any], specs: Specs) -> None:
     """dy (M, I), x (M, 2I) -> dx (M, 2I), dprob (M,), and with recompute the activation (M, I).
 
-    With beta (and so with offsets) rows outside every group are zero, whatever x and dy hold there.
+    With offsets rows outside every group are zero, whatever x and dy hold there.
     """
     layout = layout_at(specs, "x")
     dy = inputs["dy"].to(torch.float32)
     gate, up = _gate_up(inputs["x"], layout)
-    unowned = None
     if "beta" in inputs:
         offsets, rows = inputs["offsets"], dy.shape[0]
-        unowned = outside(offsets, rows)[:, None]
         expert = owner(offsets, rows).clamp_(max=max(0, offsets.shape[0] - 1))
         beta = inputs["beta"].to(torch.float32)[expert][:, None]
         gate, up = gate * beta, up * beta
@@ -98,13 +105,11 @@ def glu_backward(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any]
     scaled = dy * inputs["prob"].reshape(-1, 1) if "prob" in inputs else dy
     dgate, dup, dprob = scaled * u * gate_slope, scaled * g * up_slope, (dy * unit).sum(dim=1)
     activation = unit * inputs["prob"].reshape(-1, 1) if "prob" in inputs else unit
-    if unowned is not None:
-        dgate, dup, activation = (t.masked_fill(unowned, 0) for t in (dgate, dup, activation))
-        dprob = dprob.masked_fill(unowned[:, 0], 0)
     _store_halves(dgate, dup, outputs["dx"], layout)
     outputs["dprob"].copy_(dprob)
     if attributes["recompute"]:
         outputs["activation"].copy_(activation)
+    _clear_unowned(inputs, outputs)
 
 
 def convert_glu_layout(inputs: Inputs, outputs: Outputs, attributes: Mapping[str, Any], specs: Specs) -> None:

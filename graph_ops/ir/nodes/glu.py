@@ -153,7 +153,8 @@ _PROB = Port("prob", "(M,) or (M, 1) router probability of each row", (DataType.
 
 GLU = OpSpec(
     name="glu",
-    doc="(M, 2I) -> (M, I): gated activation, times the row's probability.",
+    doc="(M, 2I) -> (M, I): gated activation, times the row's probability. After a grouped matmul, rows of no expert "
+    "are zero whatever prob holds there.",
     formula=(
         "swiglu: prob*up*gate*sigmoid(gate); geglu: prob*(y2+offset)*y1*sigmoid(alpha*y1), y1 = min(gate, clamp_max), "
         "y2 = clamp(up); situglu: prob * b1*tanh(gate/b1)*sigmoid(gate) * b2*tanh(up/b2)"
@@ -166,7 +167,8 @@ GLU = OpSpec(
 
 GLU_BACKWARD = OpSpec(
     name="glu_backward",
-    doc="(M, I), (M, 2I) -> dx (M, 2I), dprob (M,), and with recompute the forward's activation (M, I).",
+    doc="(M, I), (M, 2I) -> dx (M, 2I), dprob (M,), and with recompute the forward's activation (M, I). After a "
+    "grouped matmul, or with offsets, rows of no expert are zero whatever x and prob hold there.",
     formula=(
         "x first multiplied by beta[g]; swiglu: dup = dy*prob*gate*s, dgate = dy*prob*up*s*(1+gate*(1-s)), dprob = "
         "sum_n dy*gate*s*up; dx is the derivative by the scaled x; activation = glu(scaled x, prob); geglu and situglu "
