@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from opfuse.kernels.sm90 import glu_tune
 from opfuse.kernels.sm90.config import Activation, Schedule
-from opfuse.kernels.sm90.glu_config import GluConfig, illegal, smem_bytes
+from opfuse.kernels.sm90.glu_config import GluConfig, illegal, quantizes, smem_bytes
 
 BASE = GluConfig(product_dtype="bf16", h_dtype="bf16", has_prob=True, schedule=glu_tune.P192)
 CONCATENATED = replace(BASE, glu_layout="concatenated")
+CODES = replace(BASE, d_dtype=None, q_row_dtype="e4m3", q_col_dtype="e4m3", schedule=glu_tune.P128)
 P128, P128_N = glu_tune.P128, glu_tune.P128_N
 
 
@@ -70,6 +71,23 @@ CASES: dict[str, GluConfig] = {
     "bias fp32 interleaved1": replace(BASE, bias_dtype="fp32", glu_layout="interleaved1", schedule=P128),
     "fp16": replace(BASE, ab_dtype="fp16", product_dtype="fp16", h_dtype="fp16", d_dtype="fp16"),
     "mixed": replace(BASE, product_dtype="fp16", h_dtype="fp16"),
+    "codes": CODES,
+    "codes and d, of d": replace(CODES, d_dtype="bf16", source_dtype="bf16", schedule=glu_tune.P128_S4),
+    "codes and d, of FLOAT": replace(CODES, d_dtype="bf16", schedule=glu_tune.P128_S4),
+    "codes of fp16, plain, concatenated": replace(
+        CODES, d_dtype="fp16", source_dtype="fp16", sf_swizzled=False, glu_layout="concatenated", h_dtype=None,
+    ),
+    "codes of rows and d": replace(CODES, q_col_dtype=None, d_dtype="bf16", source_dtype="bf16"),
+    "codes of rows, e5m2, plain": replace(CODES, q_row_dtype="e5m2", q_col_dtype=None, sf_swizzled=False),
+    "codes of rows, c256": replace(CODES, q_col_dtype=None, d_dtype="bf16", source_dtype="bf16", h_dtype=None,
+                                   schedule=glu_tune.C256),
+    "codes of rows, p128_n": replace(CODES, q_col_dtype=None, schedule=glu_tune.P128_N),
+    "codes of columns, e5m2": replace(CODES, q_row_dtype=None, q_col_dtype="e5m2", d_dtype="bf16", source_dtype="bf16",
+                                      schedule=glu_tune.P128_S4),
+    "codes, discrete n-major": replace(CODES, discrete_b=True, b_major="n"),
+    "codes, apart": replace(CODES, separate_up=True, glu_layout="concatenated"),
+    "codes, bias, alpha": replace(CODES, bias_dtype="bf16", has_alpha=True, act=Activation("geglu")),
+    "codes alone": replace(CODES, h_dtype=None, product_dtype=None, has_prob=False, act=Activation("situglu")),
     "largest": largest(),
 }  # fmt: skip
 
@@ -78,16 +96,20 @@ def random_config(seed: int) -> GluConfig:
     """A legal configuration; draws again until one is."""
     r = random.Random(seed)
     while True:
-        pick = r.choice
+        pick, coded = r.choice, r.random() < 0.3
         config = GluConfig(
             ab_dtype=pick(["bf16", "bf16", "fp16"]), b_major=pick("kn"), discrete_b=r.random() < 0.25,
             glu_layout=pick(["interleaved32", "concatenated", "interleaved1"]),
             act=Activation(pick(["swiglu", "geglu", "situglu"]), alpha=pick([1.0, 1.702]), offset=pick([0.0, 1.0])),
             product_dtype=pick([None, "bf16", "fp16"]), h_dtype=pick([None, "bf16", "fp16"]),
-            d_dtype=pick(["bf16", "fp16"]), has_prob=r.random() < 0.7, has_alpha=r.random() < 0.4,
+            d_dtype=pick(["bf16", "fp16", *([None] if coded else [])]), has_prob=r.random() < 0.7, has_alpha=r.random() < 0.4,
             alpha_exponent=pick([1, 2]), bias_dtype=pick([None, None, "bf16", "fp16", "fp32"]),
-            schedule=pick(list(glu_tune.SHIPPED.values())),
+            q_row_dtype=pick([None, "e4m3", "e5m2"]) if coded else None,
+            q_col_dtype=pick([None, "e4m3", "e5m2"]) if coded else None,
+            sf_swizzled=not coded or r.random() < 0.7, schedule=pick(list(glu_tune.SHIPPED.values())),
         )  # fmt: skip
+        if quantizes(config) and r.random() < 0.6:
+            config = replace(config, source_dtype=config.d_dtype or pick(["bf16", "fp16"]))
         if config.glu_layout == "concatenated" and not config.discrete_b and r.random() < 0.5:
             config = replace(config, separate_up=True)
         if not illegal(config):

@@ -7,10 +7,10 @@ import functools
 
 import numpy as np
 import torch
-from harness import LIMITS, POISON, TORCH, pick, relative, split_columns  # type: ignore[import-not-found]
+from harness import LIMITS, POISON, TORCH, check_quantized, pick, relative, split_columns  # type: ignore[import-not-found]
 from opfuse.kernels.sm90 import glu_host
 from opfuse.kernels.sm90.epilogue_math import NumpyMath
-from opfuse.kernels.sm90.glu_config import GluConfig
+from opfuse.kernels.sm90.glu_config import GluConfig, scale_bytes
 from opfuse.kernels.sm90.glu_math import glu
 from parallel_build import load  # type: ignore[import-not-found]
 
@@ -55,7 +55,13 @@ def make(config: GluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0)
         out["_keep"] = {"parts": parts, "dense": dense}
     if config.h_dtype:
         out["h"] = poisoned(M, 2 * N, dtype=TORCH[config.h_dtype])
-    out["d"] = poisoned(M, N, dtype=TORCH[config.d_dtype])
+    if config.d_dtype:
+        out["d"] = poisoned(M, N, dtype=TORCH[config.d_dtype])
+    for side, count in scale_bytes(config, M, N).items():
+        out[f"q_{side}"] = torch.full((M, N), 0xA5, dtype=torch.uint8, device="cuda")
+        # Padding scales are the caller's to zero; 0xA5 behind the end guards the buffer.
+        out[f"sf_{side}"] = torch.full((count + 256,), 0xA5, dtype=torch.uint8, device="cuda")
+        out[f"sf_{side}"][:count] = 0
     if config.has_prob:
         out["prob"] = pick(g, [-1.5, 0.5, 2.0, 0.0, 0.75], M)
     for name in ("x", "prob"):
@@ -111,8 +117,12 @@ def check(config: GluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 0
             bad.append(f"{name} {errors[name]:.2e} > {LIMITS[kind]:.0e}")
         if not bool((t[name][total:] == 0).all()):
             bad.append(f"{name} is not zero past the last offset")
-    rounded = torch.from_numpy(ref["d"]).cuda().to(TORCH[config.d_dtype])
-    if total:
+    for side, dtype in (("row", config.q_row_dtype), ("col", config.q_col_dtype)):
+        if dtype and total:
+            exact = t["d"][:total] if config.d_dtype and config.source_dtype else None
+            check_quantized(config, t, side, dtype, total, ref["d"], errors, bad, exact)
+    if total and config.d_dtype:
+        rounded = torch.from_numpy(ref["d"]).cuda().to(TORCH[config.d_dtype])
         errors["differing"] = float((t["d"][:total] != rounded).double().mean())
         if errors["differing"] > DIFFERING:
             bad.append(f"{errors['differing']:.1%} of d differ from the rounded oracle")

@@ -153,8 +153,9 @@ LIMITS = {"bf16": 3e-3, "fp16": 5e-4, "fp32": 2e-5}
 
 
 def stored_scales(config: DgluConfig, t: dict, side: str):
-    """Scale bytes as a matrix: (M, 2N / 32) of rows, (M / 32, 2N) of columns, from either storage order."""
-    M, columns = t["c"].shape
+    """Scale bytes of codes (M, columns) as a matrix: (M, columns / 32) of rows, (M / 32, columns) of columns, from
+    either storage order."""
+    M, columns = t[f"q_{side}"].shape
     rows, blocks = (M, columns // 32) if side == "row" else (columns, -(-M // 32))
     flat = t[f"sf_{side}"]
     if config.sf_swizzled:
@@ -165,8 +166,9 @@ def stored_scales(config: DgluConfig, t: dict, side: str):
     return flat[: rows * blocks].view(*((rows, blocks) if side == "row" else (blocks, rows)))
 
 
-def check_quantized(config, t, side, dtype, total, ref, errors, bad) -> None:
-    """Bit for bit against the reference quantizer of the kernel's float32 output where it is there; else the SQNR."""
+def check_quantized(config, t, side, dtype, total, ref, errors, bad, exact=None) -> None:
+    """Bit for bit against the reference quantizer of `exact`, the kernel's output that it quantized, where it is there;
+    else the SQNR."""
     from opfuse.graph_ops.ir.dtypes import DataType
     from opfuse.kernels.reference.codes import decode, decode_e8m0
     from opfuse.kernels.reference.quantize import quantize_blocks
@@ -174,8 +176,8 @@ def check_quantized(config, t, side, dtype, total, ref, errors, bad) -> None:
     kind = {"e4m3": DataType.FP8_E4M3, "e5m2": DataType.FP8_E5M2}[dtype]
     codes, scales = t[f"q_{side}"][:total], stored_scales(config, t, side)
     scales = scales[:total] if side == "row" else scales[: total // 32]
-    if config.d_dtype == "fp32":
-        x = t["d"][:total].cpu()
+    if exact is not None:
+        x = exact.cpu().float()
         want, want_scales = quantize_blocks(x if side == "row" else x.T.contiguous(), 32, kind, DataType.FP8_E8M0)
         want, want_scales = (want, want_scales) if side == "row" else (want.T, want_scales.T)
         for name, got, wanted in (("codes", codes, want), ("scales", scales, want_scales)):
@@ -220,6 +222,7 @@ def check(config: DgluConfig, sizes, K: int, N: int, tail: int = 0, seed: int = 
             bad.append(f"{name} is not zero past the last offset")
     for side, dtype in (("row", config.q_row_dtype), ("col", config.q_col_dtype)):
         if dtype:
-            check_quantized(config, t, side, dtype, total, ref["d"], errors, bad)
+            exact = t["d"][:total] if config.d_dtype == "fp32" else None
+            check_quantized(config, t, side, dtype, total, ref["d"], errors, bad, exact)
     assert not bad, f"{'; '.join(bad)} ({dataclasses.asdict(config)}, sizes {sizes}, K {K}, N {N})"
     return errors

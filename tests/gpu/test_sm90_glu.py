@@ -16,8 +16,8 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import glu_harness as harness  # type: ignore[import-not-found]  # noqa: E402
 from glu_cases import CASES, RANDOM  # type: ignore[import-not-found]  # noqa: E402
 from harness import POISON, relative  # type: ignore[import-not-found]  # noqa: E402
-from opfuse.kernels.sm90.glu_config import GluConfig  # noqa: E402
-from sm90_cases import ANY  # type: ignore[import-not-found]  # noqa: E402
+from opfuse.kernels.sm90.glu_config import GluConfig, quantizes, scale_bytes, zeroes_scales  # noqa: E402
+from sm90_cases import splits  # type: ignore[import-not-found]  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SINGLE = ("base", "concatenated", "activation alone", "largest")
@@ -33,16 +33,57 @@ def kernels_of(item: pytest.Item) -> Iterable[GluConfig]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
-    for seed, sizes in enumerate(ANY):
-        for (K, N), rows_past in (((256, 384), 0), ((328, 416), 70)):
-            harness.check(CASES[name], sizes, K, N, rows_past, seed)
+    config = CASES[name]
+    ragged, tail = (448, 128) if quantizes(config) else (416, 70)
+    for seed, sizes in enumerate(splits(config)):
+        for (K, N), rows_past in (((256, 384), 0), ((328, ragged), tail)):
+            harness.check(config, sizes, K, N, rows_past, seed)
 
 
 @pytest.mark.parametrize("seed", range(len(RANDOM)))
 def test_random_configuration(seed):
     r = random.Random(seed)
-    sizes, K, N = r.choice(ANY), r.choice([64, 200, 512]), r.choice([32, 256, 416])
-    harness.check(RANDOM[seed], sizes, K, N, r.choice([0, 128]), seed)
+    config = RANDOM[seed]
+    sizes, K = r.choice(splits(config)), r.choice([64, 200, 512])
+    N = r.choice([64, 256, 448] if quantizes(config) else [32, 256, 416])
+    harness.check(config, sizes, K, N, r.choice([0, 128]), seed)
+
+
+@pytest.mark.parametrize("name", ["codes", "codes of rows and d", "codes of columns, e5m2"])
+@pytest.mark.parametrize("tail", [0, 128, 384])
+def test_scales_outside_every_group_become_zero(name, tail):
+    """Every byte of swizzled scales is written, those of rows past the last group and of an atom's padding as zero."""
+    config = CASES[name]
+    t = harness.make(config, [128, 0, 256], 128, 256, tail)
+    sides = scale_bytes(config, 384 + tail, 256)
+    assert zeroes_scales(config, 256)
+    for side, count in sides.items():
+        t[f"sf_{side}"][:count] = 0xA5
+    harness.launch(config, t)
+    torch.cuda.synchronize()
+    for side, count in sides.items():
+        atoms = t[f"sf_{side}"][:count].view(-1, (384 + tail) // 128, 512)  # of columns: atoms of rows run along M
+        if side == "row":
+            atoms = t["sf_row"][:count].view((384 + tail) // 128, -1, 512).transpose(0, 1)
+        assert bool((atoms[:, 3:] == 0).all()) and not bool((atoms[:, :3] == 0xA5).all(2).any())
+
+
+@pytest.mark.parametrize("name", ["codes", "codes, discrete n-major"])
+def test_a_broken_promise_of_row_multiples_writes_nothing_outside(name):
+    """A group that ends inside a block of 32 rows: other groups' codes are right, and nothing faults."""
+    config = CASES[name]
+    t = harness.make(config, [128, 256], 128, 256)
+    whole = {k: t[k].clone() for k in ("q_row", "q_col")}
+    harness.launch(config, t)
+    torch.cuda.synchronize()
+    right = {k: t[k].clone() for k in whole}
+    for k, poisoned in whole.items():
+        t[k].copy_(poisoned)
+    t["offsets"].copy_(torch.tensor([128, 371]))
+    harness.launch(config, t)
+    torch.cuda.synchronize()
+    for k in whole:
+        assert torch.equal(t[k][:352], right[k][:352])
 
 
 @pytest.mark.parametrize("name", ["base", "concatenated discrete"])
