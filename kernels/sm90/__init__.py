@@ -11,6 +11,8 @@
                                      scheduler, records (of tiles), experts (descriptors of separate weights),
                                      primitives (PTX), views, compiling, launching
     zeros that grouped_mm leaves out uncovered.py
+    from tokens to rows and back     route_choices.py (the row of each choice) and token_rows.py (copies, sums);
+                                     routing_config
 
 `illegal`, `schedule_for` and the arguments import neither torch nor the DSL; NOTES.md has what was measured.
 """

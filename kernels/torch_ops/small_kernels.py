@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...graph_ops.ir.errors import StateError
 from ..cache import CacheKey, KernelCache, compiler_versions, source_digest
-from .uncovered import CAPABILITY, device_capability
 
+CAPABILITY = (9, 0)
 SOURCES = Path(__file__).parents[1] / "sm90"
 Kernel = Callable[..., Any]
 
 _LOCK = threading.Lock()
+
+
+@functools.cache
+def device_capability(index: int | None) -> tuple[int, int]:
+    """The compute capability of a GPU, asked once: torch looks it up anew for each call."""
+    return torch.cuda.get_device_capability(index)
 
 
 def place_obstacle(x: torch.Tensor) -> str:
@@ -46,10 +52,9 @@ def _installed() -> bool:
 
 
 def load(name: str, files: Sequence[str], config: Any, compile_kernel: Callable[[], Kernel]) -> Kernel:
-    """The kernel of a configuration. `files` of kernels/sm90 are its sources; `compile_kernel` makes it where the cache
-    does not have it.
+    """`from_cache` outside of captures: call it, and keep what it gives, before one.
 
-    Raises StateError("BUILD_IN_CAPTURE") inside CUDA graph capture: call it, and keep what it gives, before.
+    Raises StateError("BUILD_IN_CAPTURE") inside CUDA graph capture.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise StateError(
@@ -59,8 +64,16 @@ def load(name: str, files: Sequence[str], config: Any, compile_kernel: Callable[
             required="one call with the same types and sizes of the routing before the capture",
             hint="torch.cuda.make_graphed_callables warms up by itself; torch.cuda.graph does not",
         )
+    return from_cache(name, files, config.as_dict(), compile_kernel)
+
+
+def from_cache(
+    name: str, files: Sequence[str], configuration: Mapping[str, Any], compile_kernel: Callable[[], Kernel]
+) -> Kernel:
+    """The kernel of a configuration. `files` of kernels/sm90 are its sources; `compile_kernel` makes it where the cache
+    does not have it. Raises ImportError without the packages of the extra `cuda`."""
     sources = source_digest([SOURCES / file for file in files])
-    key = CacheKey(name, "sm90a", sources, compiler_versions(), config.as_dict())
+    key = CacheKey(name, "sm90a", sources, compiler_versions(), configuration)
     with _LOCK:
         loaded: Kernel = KernelCache().get(key, functools.partial(_compile_to, compile_kernel), _load_from)
     return loaded
@@ -89,4 +102,4 @@ def _load_from(path: Path) -> Kernel:
     return compiling.load_object(path.read_bytes())
 
 
-__all__ = ["Kernel", "launch", "load", "place_obstacle"]
+__all__ = ["CAPABILITY", "Kernel", "device_capability", "from_cache", "launch", "load", "place_obstacle"]

@@ -7,29 +7,14 @@ torch reads and writes the whole tensor.
 from __future__ import annotations
 
 import functools
-import os
-import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..cache import CacheKey, KernelCache, compiler_versions, source_digest
 from .rows import counts, outside
+from .small_kernels import CAPABILITY, Kernel, device_capability, from_cache
 
 KERNEL = "sm90.zero_uncovered"
-SOURCE = Path(__file__).parents[1] / "sm90" / "uncovered.py"
-CAPABILITY = (9, 0)
 WORD_BYTES = 8
-
-_LOCK = threading.Lock()
-
-
-@functools.cache
-def device_capability(index: int | None) -> tuple[int, int]:
-    """The compute capability of a GPU, asked once: torch looks it up anew for each call."""
-    return torch.cuda.get_device_capability(index)
 
 
 def zero_rows(out: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -57,7 +42,7 @@ def prepare(device: torch.device) -> None:
             _load(by_expert)
 
 
-def _kernel_for(out: torch.Tensor, by_expert: bool) -> Callable[..., Any] | None:
+def _kernel_for(out: torch.Tensor, by_expert: bool) -> Kernel | None:
     row = out.shape[-1] * out.element_size()
     if not out.is_cuda or device_capability(out.device.index) != CAPABILITY:
         return None
@@ -66,34 +51,20 @@ def _kernel_for(out: torch.Tensor, by_expert: bool) -> Callable[..., Any] | None
     return _load(by_expert)
 
 
-def _load(by_expert: bool) -> Callable[..., Any] | None:
-    with _LOCK:
-        return _loaded(by_expert)
-
-
 @functools.cache
-def _loaded(by_expert: bool) -> Callable[..., Any] | None:
-    """The compiled kernel, from the cache on disk or into it; None without the packages of the extra `cuda`."""
+def _load(by_expert: bool) -> Kernel | None:
+    """The compiled kernel; None without the packages of the extra `cuda`."""
+
+    def compile_kernel() -> Kernel:
+        from ..sm90.uncovered import compile_uncovered
+
+        kernel: Kernel = compile_uncovered(by_expert)
+        return kernel
+
     try:
-        key = CacheKey(KERNEL, "sm90a", source_digest([SOURCE]), compiler_versions(), {"by_expert": by_expert})
-        return KernelCache().get(key, functools.partial(_compile_to, by_expert), _load_from)
+        return from_cache(KERNEL, ["uncovered.py"], {"by_expert": by_expert}, compile_kernel)
     except ImportError:
         return None
-
-
-def _compile_to(by_expert: bool, path: Path) -> None:
-    from ..sm90 import compiling
-
-    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-    from ..sm90.uncovered import compile_uncovered
-
-    path.write_bytes(compiling.export_object(compile_uncovered(by_expert)))
-
-
-def _load_from(path: Path) -> Callable[..., Any]:
-    from ..sm90 import compiling
-
-    return compiling.load_object(path.read_bytes())
 
 
 __all__ = ["device_capability", "prepare", "zero_empty_experts", "zero_rows"]
