@@ -164,7 +164,7 @@ def _matches(rule: Rule, anchor: Node, view: GraphView) -> tuple[list[Match], Ve
     if key in view.found:
         kept: tuple[list[Match], Verdict | None] = view.found[key]
         return kept
-    misses: list[Trace] = []
+    misses: list[tuple[Trace, bool]] = []
     found: dict[tuple[int, ...], Match] = {}
     for pattern in rule.patterns:
         trace = Trace()
@@ -172,10 +172,11 @@ def _matches(rule: Rule, anchor: Node, view: GraphView) -> tuple[list[Match], Ve
         for match in fitting:
             found.setdefault(tuple(sorted(match.nodes.values())), match)
         if not fitting:
-            misses.append(trace)
-    # Not of nodes that another pattern took: a quantize along rows is none along columns.
-    told = misses if not found else [
-        m for m in misses if m.code in CLOSE and tuple(sorted(m.fitted or (anchor.index,))) not in found
+            misses.append((trace, len(pattern.core) == 1))
+    # Not of one node that another pattern took: a quantize along rows is none along columns.
+    told = [
+        m for m, alone in misses
+        if not found or (m.code in CLOSE and not (alone and tuple(sorted(m.fitted or (anchor.index,))) in found))
     ]  # fmt: skip
     missed = None
     if told:

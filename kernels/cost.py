@@ -176,13 +176,19 @@ def node_estimate(
     if node.op == "grouped_matmul":
         ports = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
         flops = _matmul_flops(ports["y"], ports["a"], sizes)
-        if _tiled(ports, arch):
+        if _tiled(ports, arch, not {"alpha", "bias"}.isdisjoint(ports)):
             moved += _tiled_bytes(ports, sizes)
             launches, slower = TILED_LAUNCHES, TILED_ROWS
         else:
             slower = rates.factor(rates.GROUPED_MM, arch.name, sizes.of(ports["a"].dim[1]))
     elif node.op == "grouped_matmul_wgrad":
-        flops = _node_wgrad_flops(graph, node, sizes)
+        ports = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
+        flops = _matmul_flops(ports["a"], ports["dy"], sizes)
+        if _tiled(ports, arch, bool(node.reads_output)):
+            moved += _tiled_wgrad_bytes(ports, sizes)
+            launches, slower = TILED_LAUNCHES, TILED_ROWS
+        else:
+            slower = _wgrad_factor(rates.GROUPED_MM_WGRAD, ports, arch, sizes)
     else:
         flops = FLOPS_PER_ELEMENT.get(node.op, 1) * largest
     return _roofline(flops, moved, launches, arch, slower)
@@ -202,6 +208,8 @@ def match_estimate(
     slower = 1.0
     if problem.rule == "grouped_gemm":
         slower = rates.factor(rates.GROUPED_GEMM, arch.name, sizes.of(problem["a"].dim[1]))
+    elif problem.rule == "grouped_gemm_wgrad":
+        slower = _wgrad_factor(rates.GROUPED_WGRAD, problem.tensors, arch, sizes)
     return _roofline(_match_flops(problem, sizes), moved, launches, arch, slower)
 
 
@@ -242,12 +250,13 @@ def _roofline(flops: float, size: int, launches: int, arch: Arch, slower: float 
     return Estimate(float(flops), float(size), max(arithmetic, traffic) + launches * arch.launch_seconds, launches)
 
 
-def _tiled(ports: Mapping[str, TensorSpec], arch: Arch) -> bool:
-    """Whether an unfused grouped matmul runs over tiles of rows, as torch_ops does where torch's grouped_mm cannot."""
+def _tiled(ports: Mapping[str, TensorSpec], arch: Arch, more: bool) -> bool:
+    """Whether an unfused grouped matmul or weight gradient runs over tiles of rows, as torch_ops does where torch's
+    grouped_mm cannot. `more`: it does more than to multiply."""
     if arch.capability is None:
         return False
-    plain = all(ports[port].data_type is DataType.BFLOAT16 for port in ("a", "b", "y"))
-    return not plain or bool({"alpha", "bias"} & set(ports)) or arch.capability[0] not in rates.GROUPED_MM_MAJOR
+    plain = all(ports[port].data_type is DataType.BFLOAT16 for port in ("a", "b", "y", "dy", "dw") if port in ports)
+    return not plain or more or arch.capability[0] not in rates.GROUPED_MM_MAJOR
 
 
 def _tiled_bytes(ports: Mapping[str, TensorSpec], sizes: Sizes) -> int:
@@ -257,9 +266,18 @@ def _tiled_bytes(ports: Mapping[str, TensorSpec], sizes: Sizes) -> int:
     return round(2 * TILED_ROWS * rows + 2 * TILES_AN_EXPERT * weights + (2 * TILED_ROWS + 2) * product)
 
 
-def _node_wgrad_flops(graph: OpGraph, node: Node, sizes: Sizes) -> float:
-    ports = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
-    return _matmul_flops(ports["a"], ports["dy"], sizes)
+def _tiled_wgrad_bytes(ports: Mapping[str, TensorSpec], sizes: Sizes) -> int:
+    """The same of a weight gradient: rows of both operands gathered, a float32 product for each tile, their sum."""
+    rows = sizes.nbytes(ports["a"]) + sizes.nbytes(ports["dy"])
+    return round(2 * TILED_ROWS * rows + (2 * TILES_AN_EXPERT + 2) * 4 * sizes.elements(ports["dw"]))
+
+
+def _wgrad_factor(
+    table: Mapping[str, rates.Factors], tensors: Mapping[str, TensorSpec], arch: Arch, sizes: Sizes
+) -> float:
+    """A weight gradient sums over an expert's rows: their number is its depth."""
+    rows, experts = sizes.of(tensors["a"].dim[0]), sizes.of(tensors["dw"].dim[0])
+    return rates.factor(table, arch.name, rows // max(experts, 1))
 
 
 def _match_flops(problem: Problem, sizes: Sizes) -> float:

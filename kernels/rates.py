@@ -31,6 +31,19 @@ GROUPED_GEMM: Mapping[str, Factors] = {
 }
 """Our plain grouped GEMM."""
 
+GROUPED_MM_WGRAD: Mapping[str, Factors] = {
+    # Measured as GROUPED_MM, of the same shapes' dw1 and dw2, whose depth is the rows of an expert. 1024 rows: 1.23 to
+    # 1.27; 2048: 1.05 to 1.22; 2560: 1.03 to 1.05; 3072: 1.04 to 1.09; 4096: 1.00 to 1.11.
+    "sm90": ((1535, 1.25), (2303, 1.12), (3583, 1.05), (8191, 1.03)),
+}
+"""torch's grouped_mm as a weight gradient."""
+
+GROUPED_WGRAD: Mapping[str, Factors] = {
+    # Not measured yet: placeholders.
+    "sm90": ((1535, 1.10), (2303, 1.04), (3583, 1.02), (8191, 1.01)),
+}
+"""Our grouped weight gradient."""
+
 
 def factor(table: Mapping[str, Factors], arch: str, depth: int) -> float:
     """The factor at `depth` on an architecture; 1 where the table has none for it."""
