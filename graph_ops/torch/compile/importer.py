@@ -45,6 +45,7 @@ from .spellings import (
     padded_half,
     sigmoid_argument,
     swish_argument,
+    untransposed,
     value_of,
     widened_from,
 )
@@ -213,11 +214,19 @@ class Importer:
         return made.set_data_type(self._type(node))
 
     def _grouped_mm(self, node: fx.Node) -> Tensor:
-        a, b, offsets, *rest = node.args
-        if rest or node.kwargs.get("bias") is not None or len(dims_of(a)) != 2 or len(dims_of(b)) != 3:  # type: ignore[arg-type]
-            raise decline(node, "another form of grouped matmul", "(M, K) x (L, K, N) with offsets and without bias")
-        assert isinstance(b, fx.Node)
-        weight = self._input(b, self._layouts.get(node)) if b not in self.region else self.value(b)
+        (a, b, offsets, *rest), ranks = (*node.args, None), [len(dims_of(t)) for t in node.args[:2]]  # type: ignore[arg-type]
+        if any(rest) or any(node.kwargs.values()) or not all(isinstance(t, fx.Node) for t in (a, b, offsets)):
+            raise decline(node, "another form of grouped matmul", "offsets, no bias, and the operands' own type")
+        if ranks == [2, 2]:
+            rows, turned = untransposed(a)
+            if not turned:
+                raise decline(node, "a first operand that is no transpose", "(M, K)^T x (M, N)")
+            return self.graph.grouped_matmul_wgrad(
+                self.value(rows), self.value(b), self.value(offsets), name=node.name  # type: ignore[arg-type]
+            )  # fmt: skip
+        if ranks != [2, 3]:
+            raise decline(node, "another form of grouped matmul", "(M, K) x (L, K, N), or (M, K)^T x (M, N)")
+        weight = self._input(b, self._layouts.get(node)) if b not in self.region else self.value(b)  # type: ignore[arg-type]
         return self.graph.grouped_matmul(self.value(a), weight, self.value(offsets), name=node.name)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ types, shapes, layouts

@@ -29,9 +29,8 @@ from ...ir.dtypes import DataType
 from ...ir.graph import OpGraph
 from ...ir.layouts import GluLayout
 from .regions import FIRST_CHECKPOINT, is_product, joins_of, late_nodes, outputs_of, sort_topologically
-from .spellings import CONVERSIONS, DTYPES, GROUPED_MM, aten, value_of
+from .spellings import CONVERSIONS, DTYPES, GROUPED_MM, TRANSPOSES, aten, untransposed, value_of
 
-TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.t.default)
 WEIGHTS, ACTIVATIONS, NOTHING = "weights", "activations", "nothing"
 
 
@@ -136,27 +135,8 @@ def _pair(region: Sequence[fx.Node]) -> _Pair | None:
 
 def _stored(weight: Any) -> fx.Node | None:
     """(L, I, H) of a weight (L, H, I) that is its transpose; None for one that is not."""
-    base, turned = _untransposed(weight)
+    base, turned = untransposed(weight)
     return base if turned else None
-
-
-def _untransposed(node: Any) -> tuple[Any, bool]:
-    """What `node` is a chain of transposes (of the last two axes) of, and whether their number is odd."""
-    turned = False
-    while isinstance(node, fx.Node) and node.target in TRANSPOSES and _swaps_last(node):
-        node, turned = node.args[0], not turned
-    return node, turned
-
-
-def _swaps_last(node: fx.Node) -> bool:
-    rank = len(_shape(node))
-    if node.target is aten.t.default:
-        return rank == 2
-    if node.target is aten.permute.default:
-        order = list(range(rank))
-        order[-2:] = order[:-3:-1]
-        return [int(a) % rank for a in node.args[1]] == order  # type: ignore[union-attr,arg-type]
-    return {int(a) % rank for a in node.args[1:3]} == {rank - 2, rank - 1}  # type: ignore[arg-type]
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
@@ -264,7 +244,7 @@ def _join_gradients(graph: fx.Graph, pair: _Pair, late: set[fx.Node], weight: fx
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node in late and is_product(node) and node.args[2:] == (pair.offsets,):
-            base, turned = _untransposed(node.args[1])
+            base, turned = untransposed(node.args[1])
             if not turned and base in (pair.w_gate, pair.w_up) and _shape(node.args[0]) == _shape(pair.gate):
                 found[base] = node
     if len(found) != 2:

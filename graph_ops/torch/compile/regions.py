@@ -1,6 +1,7 @@
 """Which nodes of an FX graph belong together: a grouped matmul, the GLU (or its derivative) beside it, and no more.
 
-What cannot fuse is not taken away from the rest of the compiler: FC2, dgrads and weight gradients stay aten's.
+What cannot fuse is not taken away from the rest of the compiler: FC2, dgrads and weight gradients stay aten's, but for
+those that a kernel of ours runs sooner by itself (lone.py).
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ class Options:
     `fuse_rounding`: whether values inside a region stay float32 where eager rounds them (see importer); None: as
     Inductor treats its own fused kernels, which keep eager's roundings only with `emulate_precision_casts`. `replace`:
     "fused" puts in the regions for which a kernel of the device fuses something and by estimate wins, "raised" every
-    region in which a GLU is found. `rest`: who compiles all else, "inductor" or "eager". `save`: what the backward
+    region in which a GLU is found; grouped matmuls beside no GLU go to a kernel where that is estimated to win in either
+    case, unless Inductor is to measure them (max_autotune). `rest`: who compiles all else, "inductor" or "eager". `save`: what the backward
     finds of a GLU's result, "activation" itself or "preactivation", from which it is computed again beside the
     gradient. `disable`: ids of rules and kernels not to use. `strict`: an error where a region is found and something
     of it that could fuse does not. `arch`: what reports are planned for; what runs is planned for the device.

@@ -25,6 +25,7 @@ SLICE, GETITEM = aten.slice.Tensor, operator.getitem
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 CONVERSIONS = (prims.convert_element_type.default, aten._to_copy.default)
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
+TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.t.default)
 
 
 class NotImportable(GraphNotSupportedError):
@@ -50,6 +51,25 @@ def dims_of(node: fx.Node) -> tuple[Any, ...]:
     """The node's shape, () for what is no tensor."""
     value = value_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def untransposed(node: Any) -> tuple[Any, bool]:
+    """What `node` is a chain of transposes (of the last two axes) of, and whether their number is odd."""
+    turned = False
+    while isinstance(node, fx.Node) and node.target in TRANSPOSES and _swaps_last(node):
+        node, turned = node.args[0], not turned
+    return node, turned
+
+
+def _swaps_last(node: fx.Node) -> bool:
+    rank = len(dims_of(node))
+    if node.target is aten.t.default:
+        return rank == 2
+    if node.target is aten.permute.default:
+        order = list(range(rank))
+        order[-2:] = order[:-3:-1]
+        return [int(a) % rank for a in node.args[1]] == order  # type: ignore[union-attr,arg-type]
+    return {int(a) % rank for a in node.args[1:3]} == {rank - 2, rank - 1}  # type: ignore[arg-type]
 
 
 def half_of_slice(node: fx.Node) -> tuple[GluLayout, str] | None:
