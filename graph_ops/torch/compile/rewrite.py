@@ -62,12 +62,12 @@ class Options:
     `fuse_rounding`: whether values inside a region stay float32 where eager rounds them (see importer); None: as
     Inductor treats its own fused kernels, which keep eager's roundings only with `emulate_precision_casts`. `replace`:
     "fused" puts in the regions for which a kernel of the device fuses something and by estimate wins, "raised" every
-    region in which a GLU is found; grouped matmuls beside no GLU go to a kernel where that is estimated to win in either
-    case, unless Inductor is to measure them (max_autotune). `rest`: who compiles all else, "inductor" or "eager". `save`: what the backward
-    finds of a GLU's result, "activation" itself or "preactivation", from which it is computed again beside the
-    gradient. `disable`: ids of rules and kernels not to use. `strict`: an error where a region is found and something
-    of it that could fuse does not. `arch`: what reports are planned for; what runs is planned for the device.
-    `inductor`: settings of Inductor, by name.
+    region in which a GLU is found. In either case a grouped matmul beside no GLU goes to a kernel that is estimated to
+    win, unless Inductor is to measure its own (max_autotune). `rest`: who compiles all else, "inductor" or "eager".
+    `save`: what the backward finds of a GLU's result, "activation" itself or "preactivation", from which it is computed
+    again beside the gradient. `disable`: ids of rules and kernels not to use. `strict`: an error where a region is
+    found and something of it that could fuse does not. `arch`: what reports are planned for; what runs is planned for
+    the device. `inductor`: settings of Inductor, by name.
     """
 
     fuse_rounding: bool | None = None
