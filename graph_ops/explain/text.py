@@ -88,7 +88,7 @@ def _header(e: Explanation) -> Iterator[str]:
 def _lone(e: Explanation) -> str:
     """Which kernels run single nodes in torch's stead."""
     kernels = Counter(step.title for step in e.lone_kernels)
-    return "".join(f", {count} as {title}" for title, count in sorted(kernels.items()))
+    return "".join(f", {count} by {title}" for title, count in sorted(kernels.items()))
 
 
 def _steps(e: Explanation) -> Iterator[str]:

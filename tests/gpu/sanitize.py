@@ -18,11 +18,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import gemm_harness  # type: ignore[import-not-found]
 import glu_harness  # type: ignore[import-not-found]
 import harness  # type: ignore[import-not-found]
 import wgrad_harness  # type: ignore[import-not-found]
+from gemm_cases import CASES as GEMM  # type: ignore[import-not-found]
 from glu_cases import CASES as FORWARD  # type: ignore[import-not-found]
 from opfuse.kernels.sm90 import dglu_tune
+from opfuse.kernels.sm90.gemm_config import GemmConfig
 from opfuse.kernels.sm90.glu_config import GluConfig
 from opfuse.kernels.sm90.wgrad_config import WgradConfig
 from parallel_build import adapter, fill  # type: ignore[import-not-found]
@@ -37,13 +40,15 @@ PROBLEMS = {
     "dbias and amax": (CASES["deterministic"], [130, 0, 65], 0),
     "separate experts": (CASES["discrete"], [64, 0, 130], 0),
     "cooperative": (replace(BASE, schedule=dglu_tune.C256), [200, 0, 130], 0),
+    "plain": (GEMM["base"], [0, 1, 300, 77], 70),
+    "plain, float32 of separate experts": (replace(GEMM["discrete"], y_dtype="fp32"), [130, 0, 65], 0),
     "forward": (FORWARD["base"], [0, 1, 300, 77], 70),
     "forward, gate and up apart": (FORWARD["concatenated"], [130, 0, 65], 0),
     "weight gradient": (WGRAD["base"], [0, 1, 300, 77], 70),
     "weight gradient, accumulated, cooperative": (WGRAD["accumulate c256_m"], [130, 0, 65], 0),
 }
 K, N = 128, 160
-CHECKS = {GluConfig: glu_harness.check, WgradConfig: wgrad_harness.check}
+CHECKS = {GemmConfig: gemm_harness.check, GluConfig: glu_harness.check, WgradConfig: wgrad_harness.check}
 DONE = "every problem is right"
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.+)")
 

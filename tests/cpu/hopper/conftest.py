@@ -116,6 +116,7 @@ def _make_glu(
     attributes: Mapping[str, Any] | None = None,
     rounding: Mapping[str, DataType] | None = None,
     layout: GluLayout | None = None,
+    swizzled: bool = True,
     operands: DataType = DataType.BFLOAT16,
     apart: bool = False,
 ) -> Problem:
@@ -132,7 +133,7 @@ def _make_glu(
         "a": dict(dim=(m, k), data_type=operands),
         "b": weights if apart else dict(weights, glu_layout=layout),
         "b_up": weights,
-        "offsets": dict(dim=(experts,), data_type=DataType.INT32),
+        "offsets": dict(dim=(experts,), data_type=DataType.INT32, multiple_of=128),
         "alpha": dict(dim=(experts,), data_type=f32),
         "bias": dict(dim=(experts, wide), glu_layout=layout),
         "prob": dict(dim=(m,), data_type=f32),
@@ -140,18 +141,62 @@ def _make_glu(
         "d": dict(dim=(m, n), is_output=True),
         "dbias": dict(dim=(experts, n), data_type=f32, is_output=True),
         "amax": dict(dim=(experts,), data_type=f32, is_output=True),
-        "q_row": dict(dim=(m, n), data_type=DataType.FP8_E4M3, is_output=True),
-        "q_col": dict(dim=(m, n), data_type=DataType.FP8_E4M3, is_output=True),
+        "norm_const_row": dict(dim=(1,), data_type=f32),
     }  # fmt: skip
-    asked = {"a", "b", "offsets", "c", "d", *(("b_up",) if apart else ()), *roles} - set(without)
+    known, quantized = known | _codes((m, n), swizzled), _quantized(roles, swizzled)
+    scales = {f"sf_{r[2:]}" for r in roles if r.startswith("q_")}
+    asked = {"a", "b", "offsets", "c", "d", *(("b_up",) if apart else ()), *roles, *scales} - set(without)
     specs = {}
     for uid, role in enumerate(r for r in known if r in asked):
         fields: dict[str, Any] = {"data_type": bf16, **known[role]}
         fields.setdefault("stride", contiguous_stride(fields["dim"]))
         specs[role] = replace(TensorSpec(uid=uid, name=role, **fields), **(changes or {}).get(role, {}))
     joined = {"join.layout": "concatenated"} if apart else {}
-    given = {"act": act, "alpha_exponent": 1, **joined, **ACTIVATIONS[act], **(attributes or {})}
+    given = {"act": act, "alpha_exponent": 1, **joined, **quantized, **ACTIVATIONS[act], **(attributes or {})}
     return Problem("grouped_gemm_glu", specs, given, rounding or {})
+
+
+def _codes(dim: tuple[Any, Any], swizzled: bool) -> dict[str, dict[str, Any]]:
+    """Codes and scales of both sides of a matrix, by role."""
+    found: dict[str, dict[str, Any]] = {}
+    for side, axis in (("row", 1), ("col", 0)):
+        layout = ScaleLayout(32, axis, swizzled)
+        common = dict(scale_layout=layout, is_output=True)
+        found[f"q_{side}"] = dict(dim=dim, data_type=DataType.FP8_E4M3, **common)
+        found[f"sf_{side}"] = dict(dim=layout.storage(dim), data_type=DataType.FP8_E8M0, **common)
+    return found
+
+
+def _quantized(roles: tuple[str, ...], swizzled: bool) -> dict[str, Any]:
+    """The attributes of the quantize nodes whose codes are among `roles`."""
+    values = {"block_size": 32, "scale_type": "FP8_E8M0", "swizzled": swizzled, "data_type": "FP8_E4M3"}
+    return {f"{role}.{name}": value for role in roles if role.startswith("q_") for name, value in values.items()}
+
+
+def _make_quantize(
+    *,
+    rows: Any = None,
+    n: Any = 64,
+    roles: tuple[str, ...] = ("q_row", "q_col"),
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    x: DataType = DataType.BFLOAT16,
+    swizzled: bool = True,
+) -> Problem:
+    """A problem of one of the two rules that every condition lets through, but for what the arguments change."""
+    m = symbol("M") if rows is None else rows
+    norm = dict(dim=(1,), data_type=DataType.FLOAT)
+    known: dict[str, dict[str, Any]] = {
+        "x": dict(dim=(m, n), data_type=x), "norm_const_row": norm, "norm_const_col": norm,
+    } | _codes((m, n), swizzled)  # fmt: skip
+    asked = {"x", *roles} | {f"sf_{r[2:]}" for r in roles if r.startswith("q_")}
+    specs = {}
+    for uid, role in enumerate(r for r in known if r in asked):
+        fields = known[role]
+        fields.setdefault("stride", contiguous_stride(fields["dim"]))
+        specs[role] = replace(TensorSpec(uid=uid, name=role, **fields), **(changes or {}).get(role, {}))
+    rule = "quantize_row_col" if {"q_row", "q_col"} <= asked else "quantize"
+    return Problem(rule, specs, {**_quantized(roles, swizzled), **(attributes or {})})
 
 
 def _make_wgrad(
@@ -179,9 +224,46 @@ def _make_wgrad(
     return Problem("grouped_gemm_wgrad", specs, {"accumulate": accumulate}, {})
 
 
+def _make_gemm(
+    *,
+    rows: Any = None,
+    k: Any = 64,
+    n: Any = 64,
+    experts: Any = 2,
+    b_major: str = "k",
+    roles: tuple[str, ...] = (),
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    operands: DataType = DataType.BFLOAT16,
+) -> Problem:
+    """A lone product that every condition lets through, but for what the arguments change; `roles` are added to a, b,
+    offsets and y."""
+    m = symbol("M") if rows is None else rows
+    known: dict[str, dict[str, Any]] = {
+        "a": dict(dim=(m, k), data_type=operands),
+        "b": dict(dim=(experts, k, n), data_type=operands,
+                  stride=(k * n, 1, k) if b_major == "k" else (k * n, n, 1)),
+        "offsets": dict(dim=(experts,), data_type=DataType.INT32),
+        "alpha": dict(dim=(experts,), data_type=DataType.FLOAT),
+        "bias": dict(dim=(experts, n), data_type=operands),
+        "y": dict(dim=(m, n), data_type=operands, is_output=True),
+    }  # fmt: skip
+    specs = {}
+    for uid, role in enumerate(r for r in known if r in {"a", "b", "offsets", "y", *roles}):
+        fields = known[role]
+        fields.setdefault("stride", contiguous_stride(fields["dim"]))
+        specs[role] = replace(TensorSpec(uid=uid, name=role, **fields), **(changes or {}).get(role, {}))
+    return Problem("grouped_gemm", specs, {"alpha_exponent": 1, **(attributes or {})}, {})
+
+
 @pytest.fixture(scope="session")
 def make_problem() -> Callable[..., Problem]:
     return _make
+
+
+@pytest.fixture(scope="session")
+def make_gemm_problem() -> Callable[..., Problem]:
+    return _make_gemm
 
 
 @pytest.fixture(scope="session")
@@ -195,6 +277,11 @@ def make_glu_problem() -> Callable[..., Problem]:
 
 
 @pytest.fixture(scope="session")
+def make_quantize_problem() -> Callable[..., Problem]:
+    return _make_quantize
+
+
+@pytest.fixture(scope="session")
 def entry() -> KernelEntry:
     """The backward kernel's line of the registry."""
     return next(k for k in KERNELS if k.id == "sm90.grouped_gemm_dglu")
@@ -204,6 +291,12 @@ def entry() -> KernelEntry:
 def glu_entry() -> KernelEntry:
     """The forward kernel's line of the registry."""
     return next(k for k in KERNELS if k.id == "sm90.grouped_gemm_glu")
+
+
+@pytest.fixture(scope="session")
+def gemm_entry() -> KernelEntry:
+    """The plain grouped GEMM's line of the registry."""
+    return next(k for k in KERNELS if k.id == "sm90.grouped_gemm")
 
 
 @pytest.fixture(scope="session")
@@ -226,8 +319,8 @@ def emulation() -> ModuleType:
 @pytest.fixture
 def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Runs the adapter and dglu_host.launch as they are over emulated functions; gives those that were "compiled"."""
-    from opfuse.kernels.hopper import grouped_dglu, grouped_glu, grouped_wgrad
-    from opfuse.kernels.sm90 import compiling, dglu_host, glu_host, launching, wgrad_host
+    from opfuse.kernels.hopper import grouped_dglu, grouped_gemm, grouped_glu, grouped_wgrad
+    from opfuse.kernels.sm90 import compiling, dglu_host, gemm_host, glu_host, launching, wgrad_host
 
     made: list[Any] = []
 
@@ -237,9 +330,9 @@ def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
             made.append(known := emulation.emulated(config))
         return known
 
-    for adapter in (grouped_dglu, grouped_glu, grouped_wgrad):
+    for adapter in (grouped_dglu, grouped_gemm, grouped_glu, grouped_wgrad):
         monkeypatch.setattr(adapter, "compiled", compiled)
-    for of_kernel in (dglu_host, glu_host, wgrad_host):
+    for of_kernel in (dglu_host, gemm_host, glu_host, wgrad_host):
         functions = compiling.Functions(lambda config: pytest.fail(f"compiled {config}"))
         monkeypatch.setattr(of_kernel, "FUNCTIONS", functions)
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
@@ -251,7 +344,7 @@ def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def seen(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What emulated functions were launched with, by name, in place of running them."""
     calls: list[dict[str, Any]] = []
-    for function in (emulation.Emulated, emulation.EmulatedGlu, emulation.EmulatedWgrad):
+    for function in (emulation.Emulated, emulation.EmulatedGemm, emulation.EmulatedGlu, emulation.EmulatedWgrad):
         monkeypatch.setattr(function, "__call__", lambda self, *words: calls.append(self.tensors(words)))
     return calls
 

@@ -18,11 +18,13 @@ from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.kernels.arch import ARCHES, Arch
 from opfuse.kernels.reference.quantize import quantize_blocks
 from opfuse.kernels.registry import KERNELS
-from opfuse.kernels.sm90 import dglu_host, glu_host
+from opfuse.kernels.sm90 import dglu_host, gemm_host, glu_host
 from opfuse.kernels.sm90.arguments import SIZES, TORCH_NAMES, Argument
 from opfuse.kernels.sm90.dglu_arguments import dglu_arguments
 from opfuse.kernels.sm90.dglu_config import scratch_tensors
 from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
+from opfuse.kernels.sm90.gemm_arguments import gemm_arguments
+from opfuse.kernels.sm90.gemm_config import GemmConfig
 from opfuse.kernels.sm90.glu_arguments import glu_arguments
 from opfuse.kernels.sm90.glu_config import GluConfig
 from opfuse.kernels.sm90.glu_math import glu
@@ -251,6 +253,30 @@ class EmulatedGlu(EmulatedFunction):
             d[start:end] = (y if prob is None else y * prob[start:end].double()[:, None]).to(d.dtype)
 
 
+class EmulatedGemm(EmulatedFunction):
+    """The plain grouped GEMM's."""
+
+    arguments_of = staticmethod(gemm_arguments)
+
+    def __call__(self, *words: int) -> None:
+        f, self.calls = self.config, self.calls + 1
+        given = self.tensors(words)
+        a, b, offsets, y = (given[name] for name in ("a", "b", "offsets", "y"))
+        alpha, bias = map(given.get, ("alpha", "bias"))
+        (m, n), experts = y.shape, offsets.shape[0]
+        self._demand("a", a, (m, None), f.ab_dtype, pitch=8)
+        self._demand("y", y, (m, n), f.y_dtype, pitch=8)
+        self._demand("bias", bias, (experts, n), f.bias_dtype, pitch=8)
+        self._demand("alpha", alpha, (experts,), "fp32" if f.has_alpha else None)
+        weights = self._weights(b, experts, a.shape[1], n)
+        self._demand_workspace(given.get("workspace"), gemm_host.workspace_bytes(f, experts), f.discrete_b)
+        y[int(offsets[-1]) :] = 0
+        for g, (start, end) in enumerate(self._groups(offsets)):
+            product = a[start:end].double() @ weights[g].double()
+            product = product * (float(alpha[g]) ** f.alpha_exponent if alpha is not None else 1.0)
+            y[start:end] = (product + bias[g].double() if bias is not None else product).to(y.dtype)
+
+
 class EmulatedWgrad(EmulatedFunction):
     """The weight gradient's."""
 
@@ -269,7 +295,9 @@ class EmulatedWgrad(EmulatedFunction):
             dw[g] = (dw[g] + product if f.accumulate else product).to(dw.dtype)
 
 
-FUNCTIONS: dict[type, type[EmulatedFunction]] = {GluConfig: EmulatedGlu, WgradConfig: EmulatedWgrad}
+FUNCTIONS: dict[type, type[EmulatedFunction]] = {
+    GemmConfig: EmulatedGemm, GluConfig: EmulatedGlu, WgradConfig: EmulatedWgrad
+}  # fmt: skip
 
 
 def emulated(config: Any) -> EmulatedFunction:

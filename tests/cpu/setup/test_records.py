@@ -11,9 +11,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from opfuse.kernels.sm90 import dglu_tune, glu_tune, wgrad_tune
+from opfuse.kernels.sm90 import dglu_tune, gemm_tune, glu_tune, wgrad_tune
 from opfuse.kernels.sm90.config import ACTIVATIONS, GLU_LAYOUTS
 from opfuse.kernels.sm90.dglu_config import DgluConfig
+from opfuse.kernels.sm90.gemm_config import GemmConfig
 from opfuse.kernels.sm90.glu_config import GluConfig
 from opfuse.kernels.sm90.wgrad_config import WgradConfig
 
@@ -127,6 +128,24 @@ def test_gpu_cases_of_the_forward_have_every_option(glu_cases: Any, field: str) 
     for configs in (glu_cases.CASES.values(), glu_cases.RANDOM):
         seen = {getattr(c, field) for c in configs}
         assert wanted <= ({a.name for a in seen} if field == "act" else seen), field
+
+
+GEMM_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "ab_dtype": ("bf16", "fp16"),
+    "b_major": ("k", "n"),
+    "y_dtype": ("bf16", "fp16", "fp32"),
+    "alpha_exponent": (1, 2),
+    "bias_dtype": ("bf16", "fp16", "fp32", None),
+    "schedule": tuple(gemm_tune.SHIPPED.values()),
+}
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(GemmConfig)])
+def test_gpu_cases_of_the_plain_gemm_have_every_option(field: str) -> None:
+    """Each in a case of its own name, and among the random configurations."""
+    cases, wanted = _load("gemm_cases"), set(GEMM_OPTIONS.get(field, (False, True)))
+    for configs in (cases.CASES.values(), cases.RANDOM):
+        assert wanted <= {getattr(c, field) for c in configs}, field
 
 
 WGRAD_OPTIONS: dict[str, tuple[Any, ...]] = {
