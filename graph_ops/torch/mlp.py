@@ -124,9 +124,10 @@ class GroupedMLP(nn.Module):
     """The experts of a layer, with Megatron's call `(permuted_hidden, tokens_per_expert, permuted_probs) -> (y, bias)`.
 
     `glu_layout` is the order in which the kernels read w1's rows, `checkpoint_layout` that of state_dict, which never
-    changes: saving and loading convert. A state_dict that says it has another layout is converted from that one. Other
-    options as grouped_mlp's. The bias is always None: these experts have none. (torch.cuda.make_graphed_callables takes
-    functions of tensors to tensors: give it a module that returns `experts(*args)[0]`.)
+    changes: saving and loading convert. A state_dict that says it has another layout is converted from that one. An
+    optimizer's state is not: it has w1's own order, so resume with the same `glu_layout`, or convert its moments too.
+    Other options as grouped_mlp's. The bias is always None: these experts have none. (torch.cuda.make_graphed_callables
+    takes functions of tensors to tensors: give it a module that returns `experts(*args)[0]`.)
     """
 
     def __init__(
