@@ -66,8 +66,8 @@ def obstacle(x: torch.Tensor, slot: torch.Tensor, top_k: int, rows: int) -> str:
         return f"data type {x.dtype}"
     if not 1 <= top_k <= MOST_CHOICES:
         return f"{top_k} choices a token; the kernel adds up to {MOST_CHOICES}"
-    row, pitch = _words(x) * WORD_BYTES, x.stride(0) * x.element_size()
-    if x.stride(1) != 1 or row != x.shape[1] * x.element_size() or pitch % WORD_BYTES or x.data_ptr() % WORD_BYTES:
+    (pitch, step), size = x.stride(), x.element_size()
+    if step != 1 or (x.shape[1] * size | pitch * size | x.data_ptr()) % WORD_BYTES:
         return f"shape {tuple(x.shape)}, strides {x.stride()}: rows are not contiguous multiples of {WORD_BYTES} bytes"
     if max(rows, slot.shape[0]) > MOST_ROWS:
         return f"{max(rows, slot.shape[0])} rows; the kernel counts to {MOST_ROWS}"
