@@ -319,8 +319,8 @@ def emulation() -> ModuleType:
 @pytest.fixture
 def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Runs the adapter and dglu_host.launch as they are over emulated functions; gives those that were "compiled"."""
-    from opfuse.kernels.hopper import grouped_dglu, grouped_gemm, grouped_glu, grouped_wgrad
-    from opfuse.kernels.sm90 import compiling, dglu_host, gemm_host, glu_host, launching, wgrad_host
+    from opfuse.kernels.hopper import grouped_dglu, grouped_gemm, grouped_glu, grouped_wgrad, quantize_row_col
+    from opfuse.kernels.sm90 import compiling, dglu_host, gemm_host, glu_host, launching, quantize_host, wgrad_host
 
     made: list[Any] = []
 
@@ -330,9 +330,9 @@ def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
             made.append(known := emulation.emulated(config))
         return known
 
-    for adapter in (grouped_dglu, grouped_gemm, grouped_glu, grouped_wgrad):
+    for adapter in (grouped_dglu, grouped_gemm, grouped_glu, grouped_wgrad, quantize_row_col):
         monkeypatch.setattr(adapter, "compiled", compiled)
-    for of_kernel in (dglu_host, gemm_host, glu_host, wgrad_host):
+    for of_kernel in (dglu_host, gemm_host, glu_host, quantize_host, wgrad_host):
         functions = compiling.Functions(lambda config: pytest.fail(f"compiled {config}"))
         monkeypatch.setattr(of_kernel, "FUNCTIONS", functions)
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
@@ -344,7 +344,7 @@ def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def seen(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What emulated functions were launched with, by name, in place of running them."""
     calls: list[dict[str, Any]] = []
-    for function in (emulation.Emulated, emulation.EmulatedGemm, emulation.EmulatedGlu, emulation.EmulatedWgrad):
+    for function in (emulation.Emulated, *emulation.FUNCTIONS.values()):
         monkeypatch.setattr(function, "__call__", lambda self, *words: calls.append(self.tensors(words)))
     return calls
 

@@ -16,9 +16,10 @@ import torch
 from opfuse.graph_ops import Graph
 from opfuse.graph_ops.ir.dtypes import DataType
 from opfuse.kernels.arch import ARCHES, Arch
+from opfuse.kernels.reference.layouts import swizzle_scales
 from opfuse.kernels.reference.quantize import quantize_blocks
 from opfuse.kernels.registry import KERNELS
-from opfuse.kernels.sm90 import dglu_host, gemm_host, glu_host
+from opfuse.kernels.sm90 import dglu_host, gemm_host, glu_host, quantize_config
 from opfuse.kernels.sm90.arguments import SIZES, TORCH_NAMES, Argument
 from opfuse.kernels.sm90.dglu_arguments import dglu_arguments
 from opfuse.kernels.sm90.dglu_config import scratch_tensors
@@ -26,8 +27,10 @@ from opfuse.kernels.sm90.epilogue_math import NumpyMath, glu_backward
 from opfuse.kernels.sm90.gemm_arguments import gemm_arguments
 from opfuse.kernels.sm90.gemm_config import GemmConfig
 from opfuse.kernels.sm90.glu_arguments import glu_arguments
-from opfuse.kernels.sm90.glu_config import GluConfig
+from opfuse.kernels.sm90.glu_config import GluConfig, scale_bytes
 from opfuse.kernels.sm90.glu_math import glu
+from opfuse.kernels.sm90.quantize_arguments import quantize_arguments
+from opfuse.kernels.sm90.quantize_config import QuantizeConfig
 from opfuse.kernels.sm90.wgrad_arguments import wgrad_arguments
 from opfuse.kernels.sm90.wgrad_config import WgradConfig
 
@@ -70,13 +73,18 @@ class EmulatedFunction:
     def __init__(self, config: Any) -> None:
         self.config, self.calls = config, 0
 
+    @property
+    def clusters(self) -> int:
+        """Clusters of a launch, on a GPU of 132 multiprocessors."""
+        return 132 // int(self.config.schedule.cluster_size)
+
     def tensors(self, words: Sequence[int]) -> dict[str, torch.Tensor]:
         """The tensors of a call by name."""
         count = len(SIZES)
         sizes, rest = dict(zip(SIZES, words)), iter(words[count + 1 : -1])
         given = {argument.name: tensor_at(argument, sizes, rest) for argument in self.arguments_of(self.config)}
         assert next(rest, None) is None and sizes["2N"] == 2 * sizes["N"], words
-        assert words[count] == 132 // self.config.schedule.cluster_size
+        assert words[count] == self.clusters
         return given
 
     @staticmethod
@@ -107,6 +115,37 @@ class EmulatedFunction:
         contiguous, other = (1, 2) if self.config.b_major == "k" else (2, 1)
         assert b.stride(contiguous) == 1 and b.stride(other) % 8 == 0 and b.stride(0) % 8 == 0, b.stride()
         return list(b)
+
+    def _demand_codes(self, side: str, codes: Any, scales: Any, shape: tuple[int, int], size: int | None) -> None:
+        """Codes and scales of a side, and the bytes of these."""
+        wanted = self.config.q_row_dtype if side == "row" else self.config.q_col_dtype
+        assert (codes is None) is (scales is None) is (wanted is None)
+        if codes is not None:
+            assert codes.dtype is scales.dtype is torch.uint8 and codes.shape == shape
+            assert codes.stride(1) == 1 and codes.stride(0) % 16 == 0 and codes.data_ptr() % 16 == 0
+            assert scales.is_contiguous() and scales.shape == (size,)
+            assert scales.data_ptr() % 16 == 0
+
+    def _quantize(self, side: str, dx: torch.Tensor, codes: Any, scales: Any, m: int) -> None:
+        """Codes and scales of `dx`, the rows of `m` that an expert owns."""
+        if codes is None:
+            return
+        rows, columns = dx.shape
+        kind = CODES[str(self.config.q_row_dtype if side == "row" else self.config.q_col_dtype)]
+        along = dx.float() if side == "row" else dx.float().T.contiguous()
+        made, factors = quantize_blocks(along, 32, kind, DataType.FP8_E8M0)
+        codes[:rows] = made if side == "row" else made.T
+        if self.config.sf_swizzled:
+            blocks = columns // 32 if side == "row" else -(-m // 32)
+            places = scale_places(m if side == "row" else columns, blocks)[: factors.shape[0], : factors.shape[1]]
+            scales[places.flatten()] = factors.flatten()
+            of_rows, first = (m, columns) if side == "row" else (columns, m), -(-rows // 128)
+            atoms = scales.view(-(-of_rows[0] // 128), -1, 512)
+            (atoms if side == "row" else atoms.transpose(0, 1))[first:] = 0
+        else:
+            matrix = scales.view(-1, columns // 32) if side == "row" else scales.view(-1, columns)
+            real = factors if side == "row" else factors.T
+            matrix[: real.shape[0]] = real
 
     def _demand_workspace(self, workspace: Any, needed: int, there: bool) -> None:
         if not there:
@@ -152,7 +191,7 @@ class Emulated(EmulatedFunction):
         needed = dglu_host.workspace_bytes(f, experts, m, n)
         self._demand_workspace(workspace, needed, bool(scratch_tensors(f, 1, 1, 1)))
         for side, codes, scales in (("row", q_row, sf_row), ("col", q_col, sf_col)):
-            self._demand_codes(side, codes, scales, m, n)
+            self._demand_codes(side, codes, scales, (m, n2), dglu_host.scale_bytes(f, m, n).get(side))
 
         total, gate_at = int(offsets[-1]), gate_columns(f.glu_layout, n)
         both = (gate_at, gate_at + {"concatenated": n, "interleaved32": 32, "interleaved1": 1}[f.glu_layout])
@@ -183,35 +222,6 @@ class Emulated(EmulatedFunction):
         if workspace is not None:
             workspace.fill_(0xFF)
 
-    def _demand_codes(self, side: str, codes: Any, scales: Any, m: int, n: int) -> None:
-        wanted = self.config.q_row_dtype if side == "row" else self.config.q_col_dtype
-        assert (codes is None) is (scales is None) is (wanted is None)
-        if codes is not None:
-            assert codes.dtype is scales.dtype is torch.uint8 and codes.shape == (m, 2 * n)
-            assert codes.stride(1) == 1 and codes.stride(0) % 16 == 0 and codes.data_ptr() % 16 == 0
-            assert scales.is_contiguous() and scales.shape == (dglu_host.scale_bytes(self.config, m, n)[side],)
-            assert scales.data_ptr() % 16 == 0
-
-    def _quantize(self, side: str, dx: torch.Tensor, codes: Any, scales: Any, m: int) -> None:
-        if codes is None:
-            return
-        rows, columns = dx.shape
-        kind = CODES[str(self.config.q_row_dtype if side == "row" else self.config.q_col_dtype)]
-        along = dx.float() if side == "row" else dx.float().T.contiguous()
-        made, factors = quantize_blocks(along, 32, kind, DataType.FP8_E8M0)
-        codes[:rows] = made if side == "row" else made.T
-        if self.config.sf_swizzled:
-            blocks = columns // 32 if side == "row" else -(-m // 32)
-            places = scale_places(m if side == "row" else columns, blocks)[: factors.shape[0], : factors.shape[1]]
-            scales[places.flatten()] = factors.flatten()
-            of_rows, first = (m, columns) if side == "row" else (columns, m), -(-rows // 128)
-            atoms = scales.view(-(-of_rows[0] // 128), -1, 512)
-            (atoms if side == "row" else atoms.transpose(0, 1))[first:] = 0
-        else:
-            matrix = scales.view(-1, columns // 32) if side == "row" else scales.view(-1, columns)
-            real = factors if side == "row" else factors.T
-            matrix[: real.shape[0]] = real
-
 
 class EmulatedGlu(EmulatedFunction):
     """The forward kernel's."""
@@ -221,9 +231,13 @@ class EmulatedGlu(EmulatedFunction):
     def __call__(self, *words: int) -> None:
         f, self.calls = self.config, self.calls + 1
         given = self.tensors(words)
-        x, b, offsets, d = (given[name] for name in ("x", "b", "offsets", "d"))
-        h, prob, alpha, bias = map(given.get, ("h", "prob", "alpha", "bias"))
-        (m, n), experts = d.shape, offsets.shape[0]
+        x, b, offsets = (given[name] for name in ("x", "b", "offsets"))
+        h, d, prob, alpha, bias = map(given.get, ("h", "d", "prob", "alpha", "bias"))
+        codes = {side: (given.get(f"q_{side}"), given.get(f"sf_{side}")) for side in ("row", "col")}
+        activation = next(t for t in (d, codes["row"][0], codes["col"][0]) if t is not None)
+        (m, n), experts = activation.shape, offsets.shape[0]
+        for side, (q, scales) in codes.items():
+            self._demand_codes(side, q, scales, (m, n), scale_bytes(f, m, n).get(side))
         self._demand("x", x, (m, None), f.ab_dtype, pitch=8)
         self._demand("h", h, (m, 2 * n), f.h_dtype, pitch=8)
         self._demand("d", d, (m, n), f.d_dtype, pitch=8)
@@ -239,9 +253,10 @@ class EmulatedGlu(EmulatedFunction):
         self._demand_workspace(given.get("workspace"), glu_host.workspace_bytes(f, experts), f.discrete_b)
         gate_at = gate_columns(f.glu_layout, n)
         up_at = gate_at + {"concatenated": n, "interleaved32": 32, "interleaved1": 1}[f.glu_layout]
-        for output in (h, d):
+        for output in (h, d, codes["row"][0], codes["col"][0]):
             if output is not None:
                 output[int(offsets[-1]) :] = 0
+        quantized = torch.zeros(int(offsets[-1]), n)
         for g, (start, end) in enumerate(self._groups(offsets)):
             product = x[start:end].double() @ weights[g].double()
             product = product * (float(alpha[g]) ** f.alpha_exponent if alpha is not None else 1.0)
@@ -250,7 +265,43 @@ class EmulatedGlu(EmulatedFunction):
             if h is not None:
                 h[start:end] = (read if f.product_dtype else product).to(h.dtype)
             y = torch.from_numpy(np.asarray(glu(read[:, gate_at].numpy(), read[:, up_at].numpy(), f.act, NumpyMath())))
-            d[start:end] = (y if prob is None else y * prob[start:end].double()[:, None]).to(d.dtype)
+            y = y if prob is None else y * prob[start:end].double()[:, None]
+            if d is not None:
+                d[start:end] = y.to(d.dtype)
+            quantized[start:end] = y.to(TORCH[f.source_dtype or "fp32"]).float()
+        for side, (q, scales) in codes.items():
+            self._quantize(side, quantized, q, scales, m)
+
+
+class EmulatedQuantize(EmulatedFunction):
+    """The quantize kernel's."""
+
+    arguments_of = staticmethod(quantize_arguments)
+
+    @property
+    def clusters(self) -> int:
+        return 1
+
+    def __call__(self, *words: int) -> None:
+        f, self.calls = self.config, self.calls + 1
+        given = self.tensors(words)
+        x = given["x"]
+        self._demand("x", x, (None, None), f.x_dtype, pitch=4 if f.x_dtype == "fp32" else 8)
+        sizes = quantize_config.scale_bytes(f, *x.shape)
+        for side, dtype, swizzled in (
+            ("row", f.q_row_dtype, f.row_swizzled), ("col", f.q_col_dtype, f.col_swizzled)
+        ):  # fmt: skip
+            codes, scales = given.get(f"q_{side}"), given.get(f"sf_{side}")
+            assert (codes is None) is (scales is None) is (dtype is None)
+            if codes is None or scales is None:
+                continue
+            assert codes.shape == x.shape and codes.stride(0) % 8 == 0 and scales.shape == (sizes[side],)
+            along = x.float() if side == "row" else x.float().T.contiguous()
+            norm = given.get(f"norm_const_{side}", 1.0)
+            made, factors = quantize_blocks(along, 32, CODES[str(dtype)], DataType.FP8_E8M0, norm)
+            codes.copy_(made if side == "row" else made.T)
+            stored = swizzle_scales(factors) if swizzled else factors if side == "row" else factors.T
+            scales.copy_(stored.reshape(-1))
 
 
 class EmulatedGemm(EmulatedFunction):
@@ -296,7 +347,7 @@ class EmulatedWgrad(EmulatedFunction):
 
 
 FUNCTIONS: dict[type, type[EmulatedFunction]] = {
-    GemmConfig: EmulatedGemm, GluConfig: EmulatedGlu, WgradConfig: EmulatedWgrad
+    GemmConfig: EmulatedGemm, GluConfig: EmulatedGlu, QuantizeConfig: EmulatedQuantize, WgradConfig: EmulatedWgrad
 }  # fmt: skip
 
 

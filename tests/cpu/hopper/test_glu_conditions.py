@@ -24,6 +24,8 @@ SM90 = ARCHES["sm90"]
 Options = dict[str, Any]
 M = symbol("M", 128)
 INSIDE: Options = dict(without=("c",))  # the product is not written
+CODED: Options = dict(roles=("q_row", "q_col"), without=("c", "d"), rounding={"c": BF16, "d": F32})
+"""The activation leaves as codes alone."""
 
 # What breaks each condition alone, and the text that a user then reads.
 GOLDEN: dict[str, tuple[Options, str]] = {
@@ -93,16 +95,52 @@ GOLDEN: dict[str, tuple[Options, str]] = {
     ),
     "D_TYPE": (
         dict(changes={"d": dict(data_type=F32)}),
-        "D_TYPE: d is FLOAT, requires the activation as a BFLOAT16 or HALF tensor; set_data_type on the activation",
+        "D_TYPE: d is FLOAT, requires the activation as a BFLOAT16 or HALF tensor, or in codes alone; "
+        "set_data_type on the activation",
     ),
     "BIAS_TYPE": (
         dict(roles=("bias",), changes={"bias": dict(data_type=DataType.FP8_E4M3)}),
         "BIAS_TYPE: bias is FP8_E4M3, requires BFLOAT16, HALF or FLOAT bias; set its data_type",
     ),
     "PLAIN_OUTPUTS": (
-        dict(roles=("q_row", "amax")),
-        "PLAIN_OUTPUTS: q_row, amax, requires no codes, column sums or amax of the activation; "
+        dict(roles=("dbias", "amax")),
+        "PLAIN_OUTPUTS: dbias, amax, requires no column sums or amax of the activation; "
         "they stay nodes of their own, of the activation as a tensor of 16 bits",
+    ),
+    "SOURCE_ROUNDING": (
+        dict(CODED, rounding={"c": BF16, "d": DataType.FP8_E4M3}),
+        "SOURCE_ROUNDING: it rounds to FP8_E4M3, requires codes of the activation in FLOAT, or rounded to BFLOAT16 or "
+        "HALF; set_data_type on the activation",
+    ),
+    "CODE_COLUMNS": (
+        dict(CODED, n=96),
+        "CODE_COLUMNS: 96, requires columns of the activation known to be a multiple of 64 where they are quantized; "
+        "pad the intermediate size to a multiple of 64",
+    ),
+    "NORM_CONST": (
+        dict(CODED, roles=("q_row", "q_col", "norm_const_row")),
+        "NORM_CONST: norm_const on row, requires no norm_const; fold it into alpha or prob",
+    ),
+    "BLOCK_FORMAT": (
+        dict(CODED, attributes={"q_row.scale_type": "FP8_E4M3"}),
+        "BLOCK_FORMAT: q_row: FP8_E4M3, blocks of 32, FP8_E4M3 scales, requires MXFP8: E4M3 or E5M2 codes, E8M0 scales "
+        "of 32; another format is quantized unfused",
+    ),
+    "CODE_LAYOUT": (
+        dict(CODED, changes={"q_col": dict(stride=(72, 1))}),
+        "CODE_LAYOUT: q_col stride (72, 1), requires row-major codes, rows at multiples of 16, and scales without "
+        "gaps; pass a contiguous copy",
+    ),
+    "SCALE_LAYOUTS_EQUAL": (
+        dict(CODED, attributes={"q_col.swizzled": False}),
+        "SCALE_LAYOUTS_EQUAL: rows swizzled(block 32, axis 1), columns swizzled(block 32, axis 0), requires row and "
+        "column scales both swizzled or both plain; give both the same `swizzled`",
+    ),
+    "GROUP_MULTIPLE": (
+        dict(CODED, changes={"offsets": dict(multiple_of=32)}),
+        "GROUP_MULTIPLE: offsets promise multiples of 32, scales need 128, requires end offsets promised to be "
+        "multiples of what the scales' layout needs (32 for plain column scales, 128 for swizzled ones); pad each "
+        "expert's rows and declare g.tensor(..., multiple_of=128)",
     ),
     "ACT_PARAMETERS": (
         dict(act="geglu", attributes=dict(clamp_max=float("inf"))),
@@ -173,6 +211,14 @@ SERVED: dict[str, Options] = {
     "factors": dict(roles=("alpha", "prob")),
     "alpha squared": dict(roles=("alpha",), attributes=dict(alpha_exponent=2)),
     "prob of rank two": dict(roles=("prob",), changes={"prob": dict(dim=(M, 1), stride=(1, 1))}),
+    "codes alone": CODED,
+    "codes along rows beside d, of d": dict(roles=("q_row",)),
+    "codes along columns beside c and d, of a FLOAT activation": dict(roles=("q_col",), rounding={"d_wide": F32}),
+    "codes of a rounded activation that is not written": dict(CODED, rounding={"c": BF16, "d": F16}),
+    "E5M2, plain scales, groups of 32": dict(
+        CODED, swizzled=False, changes={"offsets": dict(multiple_of=32), "q_col": dict(data_type=DataType.FP8_E5M2)}),
+    "codes, concatenated": dict(CODED, layout=GluLayout.concatenated()),
+    "codes, apart": dict(CODED, apart=True, rounding={"c": F32}),
     "bias": dict(roles=("bias",)),
     "bias in HALF": dict(roles=("bias",), changes={"bias": dict(data_type=F16)}),
     "bias in FLOAT with a pitch": dict(roles=("bias",), changes={"bias": dict(data_type=F32, stride=(192, 1))}),
@@ -187,6 +233,10 @@ def test_served(make_glu_problem, glu_entry, name: str) -> None:
 # Further ways to break a condition than the golden one.
 DECLINED: list[tuple[str, Options]] = [
     ("OPERAND_TYPE", dict(changes={"b": dict(data_type=F16)})),
+    ("D_TYPE", dict(without=("d",))),
+    ("D_TYPE", dict(roles=("q_row",), changes={"d": dict(data_type=F32)})),
+    ("LEGAL", dict(CODED, layout=GluLayout.interleaved(1))),
+    ("GROUP_MULTIPLE", dict(CODED, swizzled=False, changes={"offsets": dict(multiple_of=16)})),
     ("COLUMN_MULTIPLE", dict(n=symbol("N", 16))),
     ("EXPERTS", dict(experts=symbol("L", 1))),
     ("MATRIX_LAYOUT", dict(roles=("bias",), changes={"bias": dict(stride=(132, 1))})),
@@ -209,7 +259,7 @@ DECLINED: list[tuple[str, Options]] = [
     ("C_TYPE", dict(changes={"c": dict(data_type=DataType.FP8_E4M3)}, rounding={"c_wide": F32})),
     ("D_TYPE", dict(without=("d",))),
     ("PLAIN_OUTPUTS", dict(roles=("dbias",))),
-    ("PLAIN_OUTPUTS", dict(roles=("q_col",))),
+    ("PLAIN_OUTPUTS", dict(roles=("amax",))),
     ("ACT_PARAMETERS", dict(act="geglu", attributes=dict(geglu_alpha=float("nan")))),
     ("LEGAL", dict(act="situglu", attributes=dict(situ_beta1=0.0))),
 ]
@@ -260,7 +310,14 @@ FIELDS: dict[str, list[tuple[Options, Any]]] = {
     ],
     "product_dtype": [(dict(rounding={"c_wide": F32}), None)],
     "h_dtype": [(dict(INSIDE, rounding={"c": BF16}), None)],
-    "d_dtype": [(dict(changes={"d": dict(data_type=F16)}), "fp16")],
+    "d_dtype": [(dict(changes={"d": dict(data_type=F16)}), "fp16"), (dict(CODED, rounding={"c": BF16}), None)],
+    "q_row_dtype": [(dict(roles=("q_row",)), "e4m3")],
+    "q_col_dtype": [(dict(roles=("q_col",), changes={"q_col": dict(data_type=DataType.FP8_E5M2)}), "e5m2")],
+    "sf_swizzled": [(dict(roles=("q_row",), swizzled=False), False)],
+    "source_dtype": [
+        (dict(roles=("q_row",)), "bf16"),
+        (dict(roles=("q_row",), changes={"d": dict(data_type=F16)}), "fp16"),
+    ],
     "has_prob": [(dict(roles=("prob",)), True)],
     "has_alpha": [(dict(roles=("alpha",)), True)],
     "alpha_exponent": [(dict(roles=("alpha",), attributes=dict(alpha_exponent=2)), 2)],
@@ -269,7 +326,11 @@ FIELDS: dict[str, list[tuple[Options, Any]]] = {
         (dict(roles=("bias",), changes={"bias": dict(data_type=F32)}), "fp32"),
     ],
 }  # fmt: skip
-ALONG = {"alpha_exponent": {"has_alpha"}, "separate_up": {"glu_layout"}}
+ALONG = {
+    "alpha_exponent": {"has_alpha"}, "separate_up": {"glu_layout"}, "q_row_dtype": {"source_dtype"},
+    "d_dtype": {"h_dtype", "q_row_dtype", "q_col_dtype"}, "q_col_dtype": {"source_dtype"},
+    "sf_swizzled": {"source_dtype", "q_row_dtype"}, "source_dtype": {"q_row_dtype", "d_dtype"},
+}  # fmt: skip
 CASES = [(field, options, value) for field, cases in FIELDS.items() for options, value in cases]
 
 
