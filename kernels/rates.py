@@ -15,7 +15,7 @@ Factors = tuple[tuple[int, float], ...]
 """(depth up to which it holds, factor), ascending; 1 beyond."""
 
 GROUPED_MM: Mapping[str, Factors] = {
-    # Measured on an H200, torch 2.11, 2026-11-30: ten shapes of samples/shapes.json as fc1, fc2, dact and dx, against
+    # Measured on an H200, torch 2.11, 2026-11-30: the ten shapes of samples/shapes.json as fc1, fc2, dact and dx, against
     # a dense 8192^3 bf16 matmul in the same rounds. K = 256: 2.06; 512: 1.52; 768: 1.30 to 1.35; 1024: 1.29; 1536:
     # 1.11 to 1.27; 2048: 1.06 to 1.18; 2880: 1.05 to 1.14; 3072: 1.03; 4096 and more: 0.97 to 1.02.
     "sm90": (
@@ -25,9 +25,9 @@ GROUPED_MM: Mapping[str, Factors] = {
 """torch's grouped_mm by architecture; where it was not measured, it is taken to run at the dense rate."""
 
 GROUPED_GEMM: Mapping[str, Factors] = {
-    # Not measured yet: placeholders. The forward kernel, whose mainloop this is, takes 0.95 to 0.98 of the dense rate's
-    # time at K = 2048 and more and 1.02 at 1536 (kernels/sm90/NOTES.md); the shallower ones are guesses.
-    "sm90": ((383, 1.30), (639, 1.15), (895, 1.08), (1279, 1.04), (1791, 1.02)),
+    # Measured on an H200, 2026-11-30, the same ten shapes as fc2 and dx. K = 256: 1.18; 512 to 1024: 0.95 to 1.00; 1536
+    # and more: 0.93 to 0.97, which counts as the dense rate.
+    "sm90": ((383, 1.18),),
 }
 """Our plain grouped GEMM."""
 
@@ -39,8 +39,9 @@ GROUPED_MM_WGRAD: Mapping[str, Factors] = {
 """torch's grouped_mm as a weight gradient."""
 
 GROUPED_WGRAD: Mapping[str, Factors] = {
-    # Not measured yet: placeholders.
-    "sm90": ((1535, 1.10), (2303, 1.04), (3583, 1.02), (8191, 1.01)),
+    # Measured as GROUPED_MM_WGRAD where an expert has up to 2048 rows: 1024: 0.96 to 0.99; 2048: 0.94 to 1.09. Deeper
+    # ones are not known yet, and taken to run at the dense rate.
+    "sm90": ((1535, 0.98), (2303, 0.97)),
 }
 """Our grouped weight gradient."""
 

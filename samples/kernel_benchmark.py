@@ -1,9 +1,9 @@
-"""What the benchmarks of our Hopper kernels share (bench_dglu.py, bench_glu.py): measuring, record, summary, chart.
+"""What the benchmarks of our Hopper kernels share (bench_{dglu,glu,gemm}.py): measuring, record, summary, chart.
 
 Milliseconds are medians of interleaved rounds: every round runs each arm once, in a new order, after overwriting 256 MB
 so that L2 is cold; all arms see the same clock and power.
 
-Both have these arms beside their own: dense, a bf16 8192^3 matmul by torch in the same rounds, the rate behind `floor`;
+All have these arms beside their own: dense, a bf16 8192^3 matmul by torch in the same rounds, the rate behind `floor`;
 floor, max(FLOPs / that rate, bytes / measured copy rate); gmm, torch._grouped_mm alone.
 
 gmm and the fused arms run on every split of a shape in the same rounds: the same tensors, other offsets. The others run
@@ -151,6 +151,10 @@ class KernelBenchmark(ABC):
     beside: tuple[str, ...]
     ratios: tuple[tuple[str, str], ...]
     """(over, under) of the summary's geometric means."""
+
+    def problems(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """What is measured of these shapes: themselves, where one shape is one problem."""
+        return list(shapes)
 
     @abstractmethod
     def inputs(self, shape: Shape) -> Tensors:
@@ -395,7 +399,8 @@ def _run(benchmark: KernelBenchmark, args: argparse.Namespace) -> None:
     shapes = [Shape(**s) for s in json.loads((HERE / "shapes.json").read_text())["shapes"]]
     if args.shapes:
         shapes = [s for s in shapes if s.name in args.shapes.split(",")]
-    peers = [s for s in shapes if args.compiled is None or s.name in args.compiled.split(",")]
+    peers = benchmark.problems([s for s in shapes if args.compiled is None or s.name in args.compiled.split(",")])
+    shapes = benchmark.problems(shapes)
     torch.manual_seed(0)
     begin = time.monotonic()
     benchmark.prepare(shapes, peers)

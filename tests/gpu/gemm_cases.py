@@ -33,6 +33,8 @@ CASES: dict[str, GemmConfig] = {
     "base": BASE,
     **{name: replace(BASE, schedule=schedule) for name, schedule in gemm_tune.SHIPPED.items() if name != "p192"},
     "p64": replace(BASE, schedule=Schedule(64, 256, True, 2, 1, 4, 2)),
+    "p192_n": replace(BASE, schedule=Schedule(128, 192, True, 1, 2, 4, 4)),
+    "c256x128": replace(BASE, schedule=Schedule(256, 128, False, 1, 2, 4, 2)),
     "c256x192": replace(BASE, schedule=Schedule(256, 192, False, 1, 1, 3, 2)),
     "no cluster": replace(BASE, schedule=Schedule(128, 128, True, 1, 1, 5, 2)),
     "deep ring": replace(BASE, schedule=replace(P128, ab_stages=3, ring_chunks=8, band=1)),
