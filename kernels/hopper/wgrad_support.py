@@ -47,10 +47,10 @@ def configuration(problem: Problem) -> WgradConfig:
     )
 
 
-def _shape(problem: Problem) -> tuple[int, int]:
-    """(K, N), a symbol as a usual model's."""
-    _, k, n, _ = extents(problem)
-    return typical(k), typical(n)
+def _shape(problem: Problem) -> dict[str, int]:
+    """K, N and the experts, a symbol as a usual model's."""
+    _, k, n, experts = extents(problem)
+    return {"k": typical(k), "n": typical(n), "experts": typical(experts)}
 
 
 def scheduled(problem: Problem, variant: str | None = None) -> WgradConfig:
@@ -58,15 +58,13 @@ def scheduled(problem: Problem, variant: str | None = None) -> WgradConfig:
     config = configuration(problem)
     if variant is not None:
         return replace(config, schedule=SHIPPED[variant])
-    k, n = _shape(problem)
-    return schedule_for(config, n=n, k=k)
+    return schedule_for(config, **_shape(problem))
 
 
 def variants(problem: Problem) -> tuple[str, ...]:
     """The schedules worth measuring beside the table's choice, by name."""
-    k, n = _shape(problem)
     first = scheduled(problem)
-    legal = candidates(first, n=n, k=k)
+    legal = candidates(first, **_shape(problem))
     return tuple(name for name, schedule in SHIPPED.items() if schedule in legal and schedule != first.schedule)
 
 

@@ -97,10 +97,25 @@ def test_shared_memory_counts_every_part():
 
 @pytest.mark.parametrize("n, k", [*itertools.product([8, 256, 768, 1536, 2048, 2880, 28672], [64, 2048, 7168])])
 def test_the_table_always_picks_a_legal_schedule(n, k):
-    for config in (BASE, FLOATS):
-        chosen = wgrad_tune.schedule_for(config, n=n, k=k)
+    for config, experts in itertools.product((BASE, FLOATS), (1, 16, 1024)):
+        chosen = wgrad_tune.schedule_for(config, n=n, k=k, experts=experts)
         assert illegal(chosen, n=n, k=k) == []
-        assert wgrad_tune.candidates(config, n=n, k=k)[0] == chosen.schedule
+        assert wgrad_tune.candidates(config, n=n, k=k, experts=experts)[0] == chosen.schedule
+
+
+@pytest.mark.parametrize(
+    "n, k, experts, chosen, waves",
+    [
+        (2048, 1536, 128, "p128_n", 187),
+        (2880, 5760, 16, "p192", 84),
+        (256, 1536, 128, "p128_n", 24),
+        (64, 8, 1, "p128_n", 1),
+    ],
+)
+def test_the_table_counts_waves(n, k, experts, chosen, waves):
+    schedule = wgrad_tune.schedule_for(BASE, n=n, k=k, experts=experts).schedule
+    assert schedule == wgrad_tune.SHIPPED[chosen]
+    assert wgrad_tune.waves(schedule, n=n, k=k, experts=experts) == waves
 
 
 @pytest.mark.parametrize(

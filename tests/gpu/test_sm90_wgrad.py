@@ -33,7 +33,7 @@ def planned(kind: str, accumulate: bool) -> WgradConfig:
     """What a graph of these types is planned with."""
     half = {"BFLOAT16": "bf16", "HALF": "fp16"}[kind]
     config = WgradConfig(half, "fp32" if accumulate else half, accumulate)
-    return wgrad_tune.schedule_for(config, n=GRAPH_N, k=GRAPH_K)
+    return wgrad_tune.schedule_for(config, n=GRAPH_N, k=GRAPH_K, experts=len(ODD))
 
 
 def kernels_of(item: pytest.Item) -> Iterable[WgradConfig]:

@@ -16,6 +16,7 @@ from opfuse.kernels.sm90.wgrad_config import WgradConfig, illegal, smem_bytes
 
 BASE = WgradConfig(schedule=wgrad_tune.P192)
 P128 = wgrad_tune.P128
+C256_M = Schedule(256, 128, False, 1, 2, 4, 2, 8)
 
 
 def largest() -> WgradConfig:
@@ -32,7 +33,7 @@ CASES: dict[str, WgradConfig] = {
     "p128": replace(BASE, schedule=P128),
     "p128_n": replace(BASE, schedule=wgrad_tune.P128_N),
     "c256": replace(BASE, schedule=wgrad_tune.C256),
-    "c256_m": replace(BASE, schedule=wgrad_tune.C256_M),
+    "c256_m": replace(BASE, schedule=C256_M),
     "p64": replace(BASE, schedule=Schedule(64, 256, True, 2, 1, 4, 2)),
     "narrow": replace(BASE, schedule=Schedule(128, 64, True, 1, 2, 4, 4, 16)),
     "no cluster": replace(BASE, schedule=Schedule(128, 128, True, 1, 1, 5, 2)),
@@ -43,7 +44,7 @@ CASES: dict[str, WgradConfig] = {
     "fp32": replace(BASE, dw_dtype="fp32"),
     "fp32 c256": replace(BASE, dw_dtype="fp32", schedule=wgrad_tune.C256),
     "accumulate": replace(BASE, dw_dtype="fp32", accumulate=True),
-    "accumulate c256_m": replace(BASE, dw_dtype="fp32", accumulate=True, schedule=wgrad_tune.C256_M),
+    "accumulate c256_m": replace(BASE, dw_dtype="fp32", accumulate=True, schedule=C256_M),
     "largest": largest(),
 }
 
