@@ -219,7 +219,100 @@ def check(case: GluCase, seed: int) -> None:
     assert not bad, "\n  ".join([f"seed {seed}, {case}", *bad])
 
 
-def configurations(cases: Sequence[GluCase]) -> list[Any]:
+@dataclass(frozen=True)
+class CodesCase:
+    """A forward whose activation leaves as MXFP8: the axes of its codes, where it rounds before, and whether it is
+    written as well: itself, or, of a FLOAT activation, a copy."""
+
+    axes: tuple[int, ...] = (1, 0)
+    activation: DataType = F32
+    written: bool = False
+    c_written: bool = True
+    swizzled: bool = True
+    layout: GluLayout = field(default_factory=lambda: GluLayout.interleaved(32))
+    K: int = 256
+    N: int = 384
+    sizes: tuple[int, ...] = (256, 0, 128, 384)
+    tail: int = 128
+
+
+CODES: dict[str, CodesCase] = {
+    "codes alone": CodesCase(),
+    "codes beside a copy of a FLOAT activation": CodesCase(written=True),
+    "codes of the bf16 activation, written": CodesCase(activation=BF16, written=True),
+    "codes of a bf16 activation, not written": CodesCase(activation=BF16, c_written=False),
+    "codes of rows, fp16 activation": CodesCase(axes=(1,), activation=F16, written=True),
+    "codes of columns, plain scales in groups of 32": CodesCase(
+        axes=(0,), activation=BF16, written=True, swizzled=False, sizes=(32, 0, 96, 320), tail=0, N=448, K=328,
+    ),
+    "codes, concatenated": CodesCase(layout=CONCATENATED, N=448),
+}  # fmt: skip
+
+
+def declare_codes(graph: Graph, case: CodesCase) -> dict[str, Any]:
+    """Declares the case; its outputs by role."""
+    multiple = 128 if case.swizzled else 32
+    m, experts = graph.symbol("M", multiple_of=multiple), len(case.sizes)
+    a = graph.tensor("a", (m, case.K))
+    b = graph.tensor("b", (experts, case.K, 2 * case.N), (case.K * 2 * case.N, 1, case.K), glu_layout=case.layout)
+    offsets = graph.tensor("offsets", (experts,), data_type=DataType.INT32, multiple_of=multiple)
+    c = graph.grouped_matmul(a, b, offsets, name="fc1").set_data_type(BF16)
+    d = graph.glu(c, act="swiglu", prob=graph.tensor("prob", (m,), data_type=F32)).set_data_type(case.activation)
+    out = {"c": c} if case.c_written else {}
+    if case.written:
+        out["d"] = graph.identity(d).set_data_type(BF16) if case.activation is F32 else d
+    for axis in case.axes:
+        side = "row" if axis == 1 else "col"
+        out[f"q_{side}"], out[f"sf_{side}"] = graph.block_scale_quantize(
+            d, block_size=32, axis=axis, data_type=DataType.FP8_E4M3, swizzled=case.swizzled)  # fmt: skip
+    for role, tensor in out.items():
+        tensor.set_name(role).set_output(True)
+    return out
+
+
+def check_codes(case: CodesCase, seed: int) -> None:
+    """Planned against unfused, into poisoned buffers: codes that differ are neighbours, and few; where the activation
+    is written as it was quantized, codes and scales are those of it, to the bit."""
+    values = operands(GluCase(K=case.K, N=case.N, sizes=case.sizes, tail=case.tail, layout=case.layout), seed)
+    rows, total, found = sum(case.sizes) + case.tail, sum(case.sizes), []
+    for fused in (True, False):
+        graph = shared.new_graph(name="glu_codes", io_data_type=BF16, fused=fused)
+        made = declare_codes(graph, case)
+        graph.build()
+        assert not fused or [s.kernel for s in graph.plan.steps] == [KERNEL], f"{case}\n{graph.explain()}"
+        specs = {role: graph.operation_graph().tensors[t.uid] for role, t in made.items()}
+        out = {}
+        for role, spec in specs.items():
+            out[role] = torch.empty(spec.shape({"M": rows}), dtype=torch_dtype(spec.data_type), device=shared.DEVICE)
+            out[role].view(torch.uint8).fill_(shared.POISON)
+        shared.run(graph, values, out)
+        found.append({role: x.view(torch.uint8) if role[:2] in ("q_", "sf") else x for role, x in out.items()})
+    got, want = found
+    bad = [f"{role}: rows outside every group are not zero" for role in got.keys() - {"sf_row", "sf_col"}
+           if bool(shared.as_bytes(got[role][total:]).any())]  # fmt: skip
+    for role, x in got.items():
+        mine, theirs = (x, want[role]) if role[:2] == "sf" else (x[:total], want[role][:total])
+        differing = float((mine != theirs).double().mean())
+        if differing > DIFFERING:
+            bad.append(f"{role}: {differing:.1%} of the elements are not the unfused plan's")
+    if case.written and case.activation is not F32:
+        alone = shared.new_graph(name="codes", io_data_type=BF16, fused=False)
+        d = alone.tensor("d", (alone.symbol("M", multiple_of=32), case.N), data_type=case.activation)
+        for axis in case.axes:
+            side = "row" if axis == 1 else "col"
+            codes, scales = alone.block_scale_quantize(
+                d, block_size=32, axis=axis, data_type=DataType.FP8_E4M3, swizzled=case.swizzled
+            )
+            codes.set_name(f"q_{side}").set_output(True)
+            scales.set_name(f"sf_{side}").set_output(True)
+        alone.build()
+        for role, value in dict(alone({"d": got["d"]})).items():
+            if not torch.equal(value.view(torch.uint8)[: len(got[role])], got[role]):
+                bad.append(f"{role} is not that of d")
+    assert not bad, "\n  ".join([f"seed {seed}, {case}", *bad])
+
+
+def configurations(cases: Sequence[Any]) -> list[Any]:
     """What the cases compile, each once."""
     from opfuse.graph_ops.planner import make_plan
     from opfuse.kernels.arch import ARCHES
@@ -228,7 +321,7 @@ def configurations(cases: Sequence[GluCase]) -> list[Any]:
     found: dict[Any, None] = {}
     for case in cases:
         graph = Graph(arch="sm90", io_data_type=BF16)
-        declare(graph, case)
+        (declare_codes if isinstance(case, CodesCase) else declare)(graph, case)
         (step,) = make_plan(graph.operation_graph(), ARCHES["sm90"]).steps
         assert step.match is not None, case
         found[glu_support.scheduled(step.match.problem)] = None

@@ -14,9 +14,11 @@ import pytest
 import torch
 from graph_glu import (  # type: ignore[import-not-found]
     CASES,
+    CODES,
     GluCase,
     build,
     check,
+    check_codes,
     configurations,
     operands,
     oracle,
@@ -30,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a
 def kernels_of(item: pytest.Item) -> Iterable[Any]:
     """What a test launches: its own case's kernel, or that of "prob"."""
     name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
-    return configurations([CASES[name or "prob"]])
+    return configurations([{**CASES, **CODES}[name or "prob"]])
 
 
 def right(case: GluCase, inputs: dict[str, Any], got: dict[str, torch.Tensor]) -> bool:
@@ -41,6 +43,11 @@ def right(case: GluCase, inputs: dict[str, Any], got: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize("name", CASES)
 def test_planned_equals_unfused_and_float64(name: str) -> None:
     check(CASES[name], shared.SEED)
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_codes_of_the_activation_equal_unfused(name: str) -> None:
+    check_codes(CODES[name], shared.SEED)
 
 
 def test_one_build_serves_every_row_count_and_split() -> None:

@@ -17,7 +17,7 @@ import glu_harness as harness  # type: ignore[import-not-found]  # noqa: E402
 from glu_cases import CASES, RANDOM  # type: ignore[import-not-found]  # noqa: E402
 from harness import POISON, relative  # type: ignore[import-not-found]  # noqa: E402
 from opfuse.kernels.sm90.glu_config import GluConfig, quantizes, scale_bytes, zeroes_scales  # noqa: E402
-from sm90_cases import splits  # type: ignore[import-not-found]  # noqa: E402
+from sm90_cases import ANY, splits  # type: ignore[import-not-found]  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SINGLE = ("base", "concatenated", "activation alone", "largest")

@@ -53,6 +53,12 @@ def test_planned_on_sm90_equals_unfused_and_float64(gpu: Any, emulated: list[Any
     assert len(emulated) == 1 and emulated[0].calls == 2, "one configuration; an execute and a call"
 
 
+@pytest.mark.parametrize("name", GLU.CODES)
+def test_codes_planned_on_sm90_equal_unfused(gpu: Any, emulated: list[Any], name: str, seed: int) -> None:
+    gpu.check_codes(gpu.CODES[name], seed)
+    assert len(emulated) == 1 and emulated[0].calls == 1
+
+
 @pytest.mark.parametrize(
     "test", ["test_one_build_serves_every_row_count_and_split", "test_columns_of_wider_matrices_on_both_sides"]
 )

@@ -144,7 +144,7 @@ def test_the_adapter_runs_and_prepares(emulated: list[Any], make_quantize_proble
 @pytest.mark.parametrize("axes", [(1, 0), (1,), (0,)])
 @pytest.mark.parametrize("swizzled", [True, False])
 def test_plans_that_it_takes_part_in(emulation: ModuleType, emulated: list[Any], axes: Any, swizzled: bool) -> None:
-    """Planned on sm90 equals unfused, byte for byte: sizes that are no multiples of anything, norm_const of one side."""
+    """Planned on sm90 equals unfused, byte for byte: odd sizes, norm_const of one side."""
 
     def run(fused: bool) -> list[torch.Tensor]:
         g = emulation.EmulatedGraph(io_data_type=BF16, fused=fused)
