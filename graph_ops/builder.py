@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     import torch
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_GRAPHS_OF_OPS = os.path.join(_PACKAGE, "torch", "graphs.py")
+"""Declares graphs once for calls from anywhere: no line of the user's made them."""
 
 Operand = Union["Tensor", float]
 
 
-def caller_location() -> SourceLocation:
-    """The first frame outside this package: the user's line."""
+def caller_location() -> SourceLocation | None:
+    """The first frame outside this package: the user's line. None in a graph that serves calls from many lines."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and (name := frame.f_code.co_filename).startswith(_PACKAGE):
+        if name == _GRAPHS_OF_OPS:
+            return None
         frame = frame.f_back
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._inductor.decomposition import select_decomp_table
 
+from ...target import as_arch
 from .backend import compile_with
 from .merge import Merge
+from .own_calls import OwnCall, own_calls
 from .rewrite import Options, Region, Rewriter
 
 _ROUNDING = {
@@ -23,8 +25,8 @@ _ROUNDING = {
 
 @dataclass(frozen=True)
 class CompileExplanation:
-    """Dynamo's counts, every region that was found in the graphs of AOTAutograd, forward and backward, and every gate
-    and up of two weights that was brought together."""
+    """Dynamo's counts, every region that was found in the graphs of AOTAutograd, forward and backward, every gate and
+    up of two weights that was brought together, and the expert MLPs that were called as opfuse's own ops."""
 
     graph_count: int
     graph_break_count: int
@@ -33,10 +35,15 @@ class CompileExplanation:
     options: Options
     regions: tuple[Region, ...]
     merges: tuple[Merge, ...] = ()
+    own_calls: tuple[OwnCall, ...] = ()
 
     @property
     def fused_count(self) -> int:
-        """Launches of fused kernels in the plans of all regions."""
+        """Launches of fused kernels in the plans of all regions and of opfuse's own ops."""
+        return self._fused_in_regions + sum(call.fused_count for call in self.own_calls)
+
+    @property
+    def _fused_in_regions(self) -> int:
         return sum(len(r.plan.fusions) for r in self.regions if r.plan is not None)
 
     def __str__(self) -> str:
@@ -45,10 +52,13 @@ class CompileExplanation:
             f"Graph Break Count: {self.graph_break_count}",
             f"Op Count: {self.op_count}",
             *(f"Break Reason {number}: {reason.reason}" for number, reason in enumerate(self.break_reasons, 1)),
-            f"Regions: {len(self.regions)} grouped matmuls looked at, {self.fused_count} fused kernels",
+            f"Regions: {len(self.regions)} grouped matmuls looked at, {self._fused_in_regions} fused kernels",
             f"Rounding: {_ROUNDING[self.options.fuses_rounding]}",
             *(f"Merged: {merge}" for merge in self.merges),
         ]
+        if self.own_calls:
+            calls, fused = (sum(c.count for c in self.own_calls), sum(c.fused_count for c in self.own_calls))
+            lines.append(f"Expert MLPs of opfuse: {calls} calls of its ops, {fused} fused kernels")
         for region in self.regions:
             lines += ["", f"{region.part}: {', '.join(region.nodes)}"]
             lines += [f"  raised {', '.join(r.into for r in region.raisings)}"] if region.raisings else []
@@ -57,20 +67,37 @@ class CompileExplanation:
             lines += [f"  stays float32 where eager rounds: {', '.join(region.unrounded)}"] if region.unrounded else []
             if region.explanation is not None:
                 lines += [f"  {line}" for line in str(region.explanation).splitlines()]
+        for call in self.own_calls:
+            lines += ["", f"{call.part}: {call.count} x opfuse::{call.op}"]
+            lines += [f"  {line}" for line in str(call.explanation).splitlines()]
         return "\n".join(lines)
+
+
+@dataclass
+class _Reporter(Rewriter):
+    """A rewriter that takes note of opfuse's own ops too."""
+
+    own_calls: list[OwnCall] = field(default_factory=list)
+
+    def __call__(self, graph: fx.Graph, part: str) -> None:
+        self.own_calls += own_calls(graph, part, self.options.arch)
+        super().__call__(graph, part)
 
 
 def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CompileExplanation]:
     """`explain(model, arch="sm90")(*args)`: compiles and runs `fn`, forward and backward, and says what fused and why
     the rest did not. `options` are the backend's, but `rest` and Inductor's own: the graphs are those that Inductor
-    would have, its decompositions applied, and run in eager. Gradients of leaves are computed and dropped.
+    would have, its decompositions applied, and run in eager. Gradients of leaves are computed and dropped. Calls of
+    opfuse's own expert MLPs (GroupedMLP, Hugging Face's) are told too: what fuses in each.
     """
     chosen = Options.of({**options, "rest": "eager"})
+    if chosen.arch is not None:
+        as_arch(chosen.arch)  # a name that no arch has is an error here, not where the first matmul is found
 
     def inner(*args: Any, **kwargs: Any) -> CompileExplanation:
         seen = torch._dynamo.explain(fn)(*args, **kwargs)
         torch._dynamo.reset()
-        rewriter = Rewriter(chosen, one_pass=True)
+        rewriter = _Reporter(chosen, one_pass=True)
 
         def collect(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             return compile_with(rewriter, gm, inputs, decompositions=select_decomp_table())
@@ -86,6 +113,7 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CompileExpl
             options=chosen,
             regions=tuple(rewriter.regions),
             merges=tuple(rewriter.merges),
+            own_calls=tuple(rewriter.own_calls),
         )
 
     return inner

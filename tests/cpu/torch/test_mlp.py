@@ -356,6 +356,7 @@ def test_a_promise_that_counts_break_is_named(make_case):
     with pytest.raises(OpfuseError) as raised:
         grouped_mlp(case.x, case.counts, case.w1, case.w2, multiple_of=4)
     assert raised.value.code == "MULTIPLE_OF"
+    assert raised.value.where is None, "a graph is declared once for calls from anywhere; the traceback has the line"
 
 
 def test_a_second_derivative_is_refused(make_case):
