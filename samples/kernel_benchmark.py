@@ -160,6 +160,10 @@ class KernelBenchmark(ABC):
     def inputs(self, shape: Shape) -> Tensors:
         """Unit-scale random inputs, but for offsets."""
 
+    def product(self, inputs: Tensors, offsets: torch.Tensor) -> torch.Tensor:
+        """The grouped matmul alone, by torch."""
+        return torch._grouped_mm(inputs[self.operand], inputs["b"], offs=offsets, out_dtype=torch.bfloat16)
+
     @abstractmethod
     def product_columns(self, shape: Shape) -> int:
         """Columns of the grouped matmul."""
@@ -224,7 +228,7 @@ class KernelBenchmark(ABC):
         x, y = randn(8192, 8192), randn(8192, 8192)
 
         def gmm(ends: torch.Tensor = first["offsets"]) -> torch.Tensor:
-            return torch._grouped_mm(inputs[self.operand], inputs["b"], offs=ends, out_dtype=torch.bfloat16)
+            return self.product(inputs, ends)
 
         arms: dict[str, Call] = {"gmm": gmm}
         chosen = {name: self.scheduled(config, shape) for name, config in self.configs.items()}
