@@ -6,8 +6,8 @@ are aligned; so that a call of other tensors of the same kind, as each layer and
 one of another extent that the graph has a symbol for, once that extent has been seen.
 
 Where a plan is launches of our kernels and nothing else, a call is then: the allocations, one list of integers a
-launch, and the launches. 8 us with one kernel of four inputs and two outputs, where Graph's own call takes 22 on the
-same CPU, and 60 for tensors at new addresses.
+launch, and the launches. With one kernel of three inputs and two outputs 7 us on the CPU that the tests run on, where
+Graph's own call takes 15, and 31 for tensors at new addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..kernels.streams import current_stream
+from ..kernels.streams import current_stream, is_current
 from .alike import alike_to
 from .executor import Allocation, Executable, FusedStep
 from .log import execute_log
@@ -122,7 +122,7 @@ class Calls:
         self._open_sizes = _open([spec.dim for spec in specs])
         self._open_strides = _open([spec.stride for spec in specs])
         self._layouts: tuple[tuple[Callable[..., bool], dict[tuple[int, ...], _Known]], ...] = ()
-        self._stream = current_stream(self._binder.device)
+        self._stream, self._is_current = current_stream(self._binder.device), is_current(self._binder.device)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The outputs, on torch's current stream. Raises VariantPackError before anything is launched."""
@@ -178,7 +178,7 @@ class Calls:
 
     def _run(self, known: _Known, tensors: Sequence[Any], addresses: list[int]) -> tuple[torch.Tensor, ...]:
         executable, bindings = known.executable, known.bindings
-        if known.program is not None and executable.is_current():
+        if known.program is not None and self._is_current():
             outputs = known.program.run(addresses, self._stream())
         else:
             buffers = dict(zip(self._inputs, tensors, strict=True))

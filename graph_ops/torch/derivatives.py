@@ -5,15 +5,54 @@ A derivative has none of its own: to differentiate twice is an error.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from ..ir.errors import StateError
 from .configuration import MXFP8
 
 Optional = torch.Tensor | None
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Derivative = Callable[..., tuple[Optional, ...]]
+
+
+class _Once(torch.autograd.Function):
+    """Gradients, as a function of all that they depend on, which has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise StateError(
+            "SECOND_DERIVATIVE",
+            asked="a derivative of an expert MLP's gradients",
+            seen="create_graph=True",
+            required="first derivatives",
+            hint="write the experts in plain PyTorch where second ones are needed",
+        )
+
+
+def _once(derivative: Derivative) -> Derivative:
+    """`derivative`, whose results raise where they are differentiated. (torch's `once_differentiable` leaves them apart
+    from what they depend on, so that their derivatives are silently None under `allow_unused`.)"""
+
+    @functools.wraps(derivative)
+    def call(ctx: Any, *gradients: Optional) -> tuple[Optional, ...]:
+        if not torch.is_grad_enabled():
+            return derivative(ctx, *gradients)
+        with torch.no_grad():
+            made = derivative(ctx, *gradients)
+        found = [t for t in made if t is not None]
+        kept = iter(_Once.apply(len(found), *found, *(t for t in (*ctx.saved_tensors, *gradients) if t is not None)))  # type: ignore[no-untyped-call]
+        return tuple(None if t is None else next(kept) for t in made)
+
+    return call
+
 
 # Gradients of outputs that have none are None, not zeros as large as h and act (set_materialize_grads).
 
@@ -26,7 +65,7 @@ def fc1_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, .
     ctx.save_for_backward(offsets, w1, x if ctx.needs_input_grad[2] else None)
 
 
-@once_differentiable
+@_once
 def fc1_derivative(ctx: Any, dh: Optional, _: Any) -> tuple[Optional, ...]:
     """grouped_mlp_fc1_backward; prob has its gradient from grouped_mlp_fc2."""
     if dh is None:
@@ -46,7 +85,7 @@ def fc2_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
     ctx.save_for_backward(offsets, w2, prob, h if needs_h else None, act_rows if dw2 and save_act else None)
 
 
-@once_differentiable
+@_once
 def fc2_derivative(ctx: Any, dy: Optional) -> tuple[Optional, ...]:
     """grouped_mlp_fc2_backward."""
     if dy is None:
@@ -92,7 +131,7 @@ def mxfp8_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
     )  # fmt: skip
 
 
-@once_differentiable
+@_once
 def mxfp8_derivative(ctx: Any, dy: Optional, *_: Any) -> tuple[Optional, ...]:
     """grouped_mlp_mxfp8_backward."""
     if dy is None:
@@ -109,7 +148,7 @@ def again_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     ctx.save_for_backward(x, offsets, w1, w2, prob)
 
 
-@once_differentiable
+@_once
 def again_derivative(ctx: Any, dy: torch.Tensor) -> tuple[Optional, ...]:
     """The forward again, and its backward."""
     x, offsets, w1, w2, prob = ctx.saved_tensors

@@ -253,7 +253,10 @@ _CLOCK = itertools.count()
 
 
 class BuiltGraph:
-    """A built graph as a function of the inputs that it reads. `used`: when it was called last, later is more."""
+    """A built graph as a function of the inputs that it reads.
+
+    `used`: when it was called last, later is more. `dropped`: no cache has it any more, so that nobody should take it.
+    """
 
     def __init__(self, graph: Graph, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> None:
         self.graph = graph
@@ -261,7 +264,7 @@ class BuiltGraph:
         self.inputs = tuple(inputs) or tuple(t.name for t in declared.graph_inputs)
         self.outputs = tuple(outputs) or tuple(t.name for t in declared.graph_outputs)
         self.calls = Calls(graph, self.inputs, self.outputs)
-        self.used = next(_CLOCK)
+        self.used, self.dropped = next(_CLOCK), False
 
     def __call__(self, given: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Runs the graph on those of `given` that it reads; its outputs by name."""
@@ -290,7 +293,8 @@ class GraphCache:
                 if found is None:
                     made = build()
                     while len(self._graphs) >= self.limit:
-                        del self._graphs[min(self._graphs, key=lambda held: self._graphs[held].used)]
+                        oldest = min(self._graphs, key=lambda held: self._graphs[held].used)
+                        self._graphs.pop(oldest).dropped = True
                     found = self._graphs[key] = made
         found.used = next(_CLOCK)
         return found
@@ -303,6 +307,8 @@ class GraphCache:
     def clear(self) -> None:
         """Forgets every graph."""
         with self._lock:
+            for graph in self._graphs.values():
+                graph.dropped = True
             self._graphs.clear()
 
     def __len__(self) -> int:

@@ -50,7 +50,7 @@ class KnownCalls:
         key = (choices, bits % ALIGNMENT == 0, *[t is None for t in (*rows, *others)])
         if len(counts) == 1:
             for alike, held in self._known.get(key, ()):
-                if alike(*given) and (graph := held()) is not None:
+                if alike(*given) and (graph := held()) is not None and not graph.dropped:
                     return graph
         graph = configure()
         if len(counts) == 1 and PLAIN.issuperset(map(type, given)):
