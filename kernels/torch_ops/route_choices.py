@@ -66,7 +66,8 @@ def obstacle(expert: torch.Tensor, num_experts: int, multiple_of: int) -> str:
 
 def _sorted(expert: torch.Tensor, num_experts: int, multiple_of: int) -> Placed:
     choices, top_k = expert.numel(), expert.shape[1]
-    ids = _narrow(expert.reshape(-1).clamp(max=num_experts), num_experts)  # (T * k,)
+    ids = expert.reshape(-1)
+    ids = _narrow(ids.masked_fill(ids < 0, num_experts).clamp(max=num_experts), num_experts)  # (T * k,)
     by_expert, order = ids.sort(stable=True)
     bins = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
     start, end = (torch.searchsorted(by_expert, bins, right=right) for right in (False, True))  # (L + 1,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from opfuse.graph_ops import OpfuseError
 from opfuse.graph_ops.torch.routing import combine, dispatch, route, row_probs
 
 T, K, L, H = 23, 3, 5, 8
@@ -19,10 +20,12 @@ def choices(case: str) -> torch.Tensor:
         return torch.full((T, K), L)
     if case == "no tokens":
         return torch.empty(0, K, dtype=torch.int64)
+    if case == "some negative":
+        return torch.randint(-2, L, (T, K))
     return torch.randint(0, L + 3, (T, K))
 
 
-CASES = ("random", "one expert takes all", "nothing here", "no tokens", "some of other ranks")
+CASES = ("random", "one expert takes all", "nothing here", "no tokens", "some of other ranks", "some negative")
 
 
 @pytest.mark.parametrize("multiple_of", [1, 4, 8])
@@ -34,7 +37,7 @@ def test_every_choice_lies_among_the_rows_of_its_expert(case, multiple_of, seed)
     assert counts.shape == (L,) and not (counts % multiple_of).any()
     ends = counts.cumsum(0).tolist()
     owner = [next((e for e, end in enumerate(ends) if row < end), L) for row in routing.slot.tolist()]
-    assert owner == expert.flatten().clamp(max=L).tolist(), f"seed {seed}"
+    assert owner == [e if 0 <= e < L else L for e in expert.flatten().tolist()], f"seed {seed}"
     assert routing.slot.unique().numel() == expert.numel()
     assert torch.equal(routing.token[routing.slot], torch.arange(expert.numel()) // K)
     rows = routing.token.shape[0]
@@ -42,6 +45,38 @@ def test_every_choice_lies_among_the_rows_of_its_expert(case, multiple_of, seed)
     assert rows >= ends[-1] and (multiple_of == 1 or rows % multiple_of == 0)
     needed = torch.tensor([(expert == e).sum() for e in range(L)])
     assert ((counts >= needed) & (counts < needed + multiple_of)).all()
+
+
+@pytest.mark.parametrize("multiple_of", [1, 4])
+def test_negative_ids_are_no_expert_among_more_experts_than_a_byte_counts(multiple_of, seed):
+    expert = torch.randint(-3, 300, (T, K))
+    routing = route(expert, 300, multiple_of=multiple_of)
+    first = routing.tokens_per_expert.cumsum(0) - routing.tokens_per_expert
+    slot = routing.slot[(expert >= 0).flatten()]
+    owned = expert[expert >= 0]
+    assert (slot >= first[owned]).all() and (slot < first[owned] + routing.tokens_per_expert[owned]).all()
+    assert (routing.slot[(expert < 0).flatten()] >= routing.tokens_per_expert.sum()).all(), f"seed {seed}"
+
+
+MISTAKES = {
+    "tokens of another batch": lambda r: dispatch(torch.randn(T + 1, H), r),
+    "fewer tokens": lambda r: dispatch(torch.randn(T - 1, H), r),
+    "rows without padding": lambda r: combine(torch.randn(T * K, H), r),
+    "weights of another k": lambda r: row_probs(torch.rand(T, K + 1), r),
+    "tokens of three axes": lambda r: dispatch(torch.randn(1, T, H), r),
+    "ids without an axis of choices": lambda r: route(torch.zeros(T, dtype=torch.int64), L),
+    "ids that are no integers": lambda r: route(torch.zeros(T, K), L),
+    "a multiple of nothing": lambda r: route(torch.zeros(T, K, dtype=torch.int64), L, multiple_of=0),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_a_routing_does_not_fit_is_named(mistake, seed):
+    """On a GPU it would read or write past a tensor."""
+    routing = route(choices("random"), L, multiple_of=4)
+    with pytest.raises(OpfuseError) as raised:
+        MISTAKES[mistake](routing)
+    assert raised.value.code == "ROUTING" and raised.value.required
 
 
 @pytest.mark.parametrize("multiple_of", [1, 4])
