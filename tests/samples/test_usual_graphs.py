@@ -65,7 +65,7 @@ BACKWARD = {"fc2_dgrad", "activation_backward", "bias_grad", "round_dh"}
 
 def test_sm90_fuses_the_dglu_and_the_bias_gradient_inside_the_whole_backward(load_sample):
     plan = plan_of(load_sample("usual_graphs").expert_mlp_backward(), "sm90")
-    (step,) = plan.fused_steps
+    (step,) = plan.fusions
     assert step.kernel == "sm90.grouped_gemm_dglu" and {plan.graph.nodes[n].name for n in step.nodes} == BACKWARD
     assert set(step.buffers) == {"a", "b", "offsets", "c", "prob", "d", "dprob", "dbias"}
     assert plan.estimate.seconds < plan.unfused_estimate.seconds
@@ -92,7 +92,7 @@ def test_c41_three_matmul_swiglu_is_explained(arch, load_sample):
     """Gate and up come from two products, so no kernel of [gate, up] columns serves it: that is said, node by node."""
     graph = load_sample("usual_graphs").three_matmul_swiglu()
     plan, text = plan_of(graph, arch), str(graph.explain(arch=arch))
-    assert not plan.fused_steps
+    assert not plan.fusions
     assert {plan.graph.nodes[n].name for step in plan.steps for n in step.nodes} >= {
         "gate_proj",
         "up_proj",

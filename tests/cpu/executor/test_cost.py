@@ -52,6 +52,34 @@ def test_matmul_by_hand() -> None:
     assert forward.seconds == pytest.approx(traffic + forward.launches * SM90.launch_seconds)
 
 
+def product_of(arch: str, depth: int, columns: int, kind: DataType = DataType.BFLOAT16, **options: Any) -> Any:
+    graph = Graph(arch=arch)
+    m = graph.symbol("M")
+    a, b = graph.tensor("a", (m, depth)), graph.tensor("b", (4, depth, columns))
+    made = {name: graph.tensor(name, shape, data_type=DataType.FLOAT) for name, shape in options.items()}
+    y = graph.grouped_matmul(a, b, graph.tensor("o", (4,), data_type=DataType.INT32), **made)
+    y.set_output(True).set_data_type(kind)
+    op_graph = graph.operation_graph()
+    return node_estimate(op_graph, op_graph.nodes[0], ARCHES[arch], {"M": 8192})
+
+
+@pytest.mark.parametrize(("depth", "slower"), [(256, 2.05), (512, 1.52), (1024, 1.28), (2048, 1.12), (4096, 1.0)])
+def test_a_shallow_matmul_by_torch_costs_what_was_measured(depth: int, slower: float) -> None:
+    found = product_of("sm90", depth, 8192)
+    assert found.seconds == pytest.approx(slower * found.flops / SM90.bf16_flops + 2 * SM90.launch_seconds)
+    elsewhere, arch = product_of("sm100", depth, 8192), ARCHES["sm100"]  # where nobody measured
+    roofline = max(elsewhere.flops / arch.bf16_flops, elsewhere.bytes / arch.memory_bytes_per_second)
+    assert elsewhere.seconds == pytest.approx(roofline + 2 * arch.launch_seconds)
+
+
+@pytest.mark.parametrize("options", [dict(kind=DataType.FLOAT), dict(alpha=(4,)), dict(bias=(4, 512))], ids=str)
+def test_what_torch_runs_over_tiles_costs_more_on_a_gpu_alone(options: dict[str, Any]) -> None:
+    plain, tiled = product_of("sm90", 512, 512), product_of("sm90", 512, 512, **options)
+    assert tiled.launches > 5 * plain.launches and tiled.bytes > 3 * plain.bytes and tiled.flops == plain.flops
+    on_cpu = product_of("cpu", 512, 512, **options)
+    assert on_cpu.launches == plain.launches and on_cpu.bytes < 2.5 * plain.bytes
+
+
 def test_operand_on_both_ports_moves_once_and_scalars_not_at_all() -> None:
     graph = Graph(arch="sm90", io_data_type=DataType.FLOAT)
     x = graph.tensor("x", (10, 10))
