@@ -200,13 +200,14 @@ class GluEpilogue:
 
     def _word(self, y, values, at: int):
         """Two neighbouring columns as a word of d, None without d; puts what is quantized of them into `values`."""
-        kind = self.config.source_dtype or self.config.d_dtype
+        source, kind = self.config.source_dtype, self.config.source_dtype or self.config.d_dtype
         word = p.pack(y[0], y[1], kind) if kind is not None else None
-        values[at : at + 2] = y if self.config.source_dtype is None else p.unpack(word, kind)
+        values[at : at + 2] = y if source is None else p.unpack(word, source)
         return word
 
     def _half_of_neighbours(self, acc, nc: int, block: int, half: int, n0, expert, h_base, d_base) -> None:
-        """16 columns of the activation, 32 of the product: of each 8 of these a lane has one gate and its up."""
+        """16 columns of the activation, 32 of the product: of each 8 of these a lane has one gate and its up. d is
+        there: codes, which alone can stand for it, are not built in this layout."""
         for eight in range(2):  # columns of the activation; 16 of the product
             words, values = [], []
             for j in range(2):
@@ -219,7 +220,7 @@ class GluEpilogue:
             if self.config.h_dtype is not None:
                 self.h_box.write(h_base, 2 * half + eight, words)
             for r in range(2):
-                self.d_box.write(d_base, 2 * half + eight, r, p.pack(values[r], values[2 + r], self.config.d_dtype))
+                self.d_box.write(d_base, 2 * half + eight, r, p.pack(values[r], values[2 + r], str(self.config.d_dtype)))
 
     def _bias(self, expert, n0, inside: int, side: int):
         """The bias of this lane's two columns of the 8 at `inside` of the chunk's gates (side 0) or ups (1)."""

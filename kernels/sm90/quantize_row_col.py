@@ -17,7 +17,7 @@ Shared memory of a warp, in bytes: row maxima 1024, their factors 256, column ma
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -43,7 +43,8 @@ class Tile:
     of WARP_BYTES for each warp, and the row side's atom before the column side's."""
 
     def __init__(self, config: QuantizeConfig, x, row_side, col_side, tile, exchange, atoms) -> None:
-        self.config, self.x = config, x
+        self.config: Any = config  # of the fields that a side has: types of codes are there where it is
+        self.x = x
         self.rows, self.columns = x.shape
         (self.q_row, self.sf_row, self.norm_row), (self.q_col, self.sf_col, self.norm_col) = row_side, col_side
         self.tile_m, self.tile_n = tile
@@ -142,7 +143,7 @@ class Tile:
         first, at = row + (lane >> 3), column + ((lane & 7) << 3)
         row_factors = self._factors(area + ROW_FACTORS + ((lane >> 2) << 5)) if config.q_row_dtype else None
         column_factors = self._factors(area + COLUMN_FACTORS + ((lane & 7) << 5)) if config.q_col_dtype else None
-        places = [None if q is None else (p.row_address(q, first, at), Int64(q.stride[0]) * 4)
+        places: list[Any] = [None if q is None else (p.row_address(q, first, at), Int64(q.stride[0]) * 4)
                   for q in (self.q_row, self.q_col)]  # fmt: skip
         for i, one in enumerate(words):
             there = (first + 4 * i < self.rows) & (at < self.columns)

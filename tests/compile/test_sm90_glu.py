@@ -18,6 +18,7 @@ from opfuse.kernels.sm90.config import SMEM_LIMIT, Activation, Schedule
 from opfuse.kernels.sm90.glu_config import GluConfig, illegal, smem_bytes
 
 BASE = GluConfig(product_dtype="bf16", h_dtype="bf16", has_prob=True)
+CODES = replace(BASE, d_dtype=None, q_row_dtype="e4m3", q_col_dtype="e4m3")
 SCRIPT = Path(__file__).with_name("compile_sm90_glu.py")
 # Options, and the (N, K) whose schedule the table picks.
 SHIPPED: dict[str, tuple[GluConfig, int, int]] = {
@@ -36,6 +37,15 @@ SHIPPED: dict[str, tuple[GluConfig, int, int]] = {
     "discrete": (replace(BASE, discrete_b=True, glu_layout="concatenated"), 1536, 4096),
     "fp16": (replace(BASE, ab_dtype="fp16", product_dtype="fp16", h_dtype="fp16", d_dtype="fp16"), 1536, 4096),
     "bias": (replace(BASE, bias_dtype="bf16", act=Activation("geglu"), has_alpha=True), 2880, 2880),
+    "codes": (CODES, 1536, 4096),
+    "codes and d": (replace(CODES, d_dtype="bf16", source_dtype="bf16"), 768, 2048),
+    "codes and d, of FLOAT": (replace(CODES, d_dtype="bf16", act=Activation("situglu"), has_alpha=True), 768, 2048),
+    "codes alone, plain": (replace(CODES, h_dtype=None, sf_swizzled=False, glu_layout="concatenated"), 1536, 4096),
+    "codes of rows and d": (replace(CODES, q_col_dtype=None, d_dtype="bf16", source_dtype="bf16"), 1536, 4096),
+    "codes, apart": (replace(CODES, glu_layout="concatenated", separate_up=True, b_major="n"), 1024, 2048),
+    "codes, discrete, bias": (
+        replace(CODES, discrete_b=True, bias_dtype="bf16", act=Activation("geglu"), has_alpha=True), 2880, 2880,
+    ),
     "bias interleaved1": (replace(BASE, bias_dtype="fp32", glu_layout="interleaved1"), 2880, 2880),
 }
 # Random legal configurations, any schedule: what `illegal` accepts compiles.
@@ -59,6 +69,9 @@ def random_configuration(seed: int) -> GluConfig:
                 band=pick([4, 8, 16]),
             ),
         )  # fmt: skip
+        if r.random() < 0.5:
+            config = replace(config, q_row_dtype=pick([None, "e4m3"]), q_col_dtype=pick([None, "e5m2"]),
+                             d_dtype=pick([None, config.d_dtype]), sf_swizzled=pick([False, True]))  # fmt: skip
         if not illegal(config):
             return config
 
@@ -108,7 +121,9 @@ def test_machine_code(results, name):
     counts = results[name]
     if "HGMMA" not in counts:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
-    assert counts["HGMMA"] >= 8 and counts["UTMALDG"] >= 2 and counts["UTMASTG"] >= 4
+    config = configuration(name)
+    assert counts["HGMMA"] >= 8 and counts["UTMALDG"] >= 2
+    assert counts["UTMASTG"] >= 2 * (bool(config.h_dtype) + bool(config.d_dtype))
     assert counts["STL"] == counts["LDL"] == 0, "registers spill"
 
 
@@ -124,6 +139,9 @@ def test_shared_memory_counts_every_part():
     chunks = 2 * s.ring_chunks
     assert smem_bytes(replace(BASE, schedule=s)) == 4 * (128 + 192) * 64 * 2 + chunks * (8192 + 4096) + 1024
     assert smem_bytes(GluConfig(schedule=s)) == 4 * (128 + 192) * 64 * 2 + chunks * 4096 + 1024
+    codes = replace(CODES, schedule=glu_tune.P128)
+    assert smem_bytes(codes) == 5 * (128 + 128) * 64 * 2 + 4 * 8192 + 8 * 4096 + 1024
+    assert smem_bytes(replace(codes, q_col_dtype=None)) == smem_bytes(codes) - 8 * 2048
 
 
 @pytest.mark.parametrize("n, k", [*itertools.product([32, 256, 768, 1024, 1536, 2048, 2880, 14336], [64, 2048, 7168])])
@@ -132,6 +150,9 @@ def test_the_table_always_picks_a_legal_schedule(n, k):
         ("interleaved32", "concatenated", "interleaved1"), (None, "bf16"), (None, "bf16")
     ):
         config = replace(BASE, glu_layout=layout, h_dtype=h, bias_dtype=bias)
+        if layout != "interleaved1" and n % 64 == 0:
+            for coded in (replace(config, q_col_dtype="e4m3"), replace(config, d_dtype=None, q_row_dtype="e4m3")):
+                assert illegal(glu_tune.schedule_for(coded, n=n, k=k), n=n, k=k) == []
         chosen = glu_tune.schedule_for(config, n=n, k=k)
         assert illegal(chosen, n=n, k=k) == []
         assert glu_tune.candidates(config, n=n, k=k)[0] == chosen.schedule
@@ -147,6 +168,13 @@ def test_the_table_always_picks_a_legal_schedule(n, k):
         ({"separate_up": True}, "apart"),
         ({"separate_up": True, "glu_layout": "concatenated", "discrete_b": True}, "apart"),
         ({"d_dtype": "fp32"}, "d_dtype"),
+        ({"d_dtype": None}, "no output of the activation"),
+        ({"source_dtype": "bf16"}, "source_dtype without codes"),
+        ({"q_row_dtype": "e2m1"}, "q_row_dtype"),
+        ({"q_row_dtype": "e4m3", "source_dtype": "fp16"}, "codes of the activation as fp16"),
+        ({"q_row_dtype": "e4m3", "glu_layout": "interleaved1"}, "interleaved1 has 1"),
+        ({"q_row_dtype": "e4m3", "schedule": glu_tune.P192}, "multiple of 128"),
+        ({"q_col_dtype": "e4m3", "schedule": glu_tune.P128_N}, "cluster_n 1"),
         ({"bias_dtype": "e4m3"}, "bias_dtype"),
         ({"product_dtype": "fp16"}, "the product rounds to fp16"),
         ({"alpha_exponent": 3}, "alpha_exponent"),
@@ -165,6 +193,7 @@ def test_declines_name_what_is_wrong(change, word):
 def test_every_reason_is_given():
     reasons = illegal(replace(BASE, ab_dtype="fp32", h_dtype="e4m3", schedule=Schedule(tile_n=100)), n=40, k=12)
     assert len(reasons) == 6, "the written product of another type than the rounded one counts"
+    assert "64 columns" in illegal(replace(CODES, schedule=glu_tune.P128), n=96)[0]
     assert "N is 0" in illegal(BASE, n=0)[0] and "K is 0" in illegal(BASE, k=0)[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def run(lanes: Lanes, config: QuantizeConfig, x: torch.Tensor, norms: dict[str, 
     rows, columns = x.shape
     sizes = scale_bytes(config, rows, columns)
     out: dict[str, np.ndarray] = {}
-    sides = []
+    sides: list[Any] = []
     for side in ("row", "col"):
         if side not in sizes:
             sides.append((None, None, None))
@@ -62,7 +63,7 @@ def run(lanes: Lanes, config: QuantizeConfig, x: torch.Tensor, norms: dict[str, 
     for m in range(-(-rows // 128)):
         for n in range(-(-columns // 128)):
             lanes.shared[:] = NOBODYS
-            tile = quantize_row_col.Tile(config, given, *sides, (m, n), integer(EXCHANGE), integer(ATOMS))
+            tile = quantize_row_col.Tile(config, given, sides[0], sides[1], (m, n), integer(EXCHANGE), integer(ATOMS))
             for warp in range(8):
                 own = EXCHANGE + warp * quantize_row_col.WARP_BYTES
                 before = lanes.shared.copy()
