@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from opfuse.graph_ops.ir.dims import symbol
 from opfuse.graph_ops.ir.dtypes import DataType
-from opfuse.graph_ops.ir.layouts import GluLayout
+from opfuse.graph_ops.ir.layouts import GluLayout, ScaleLayout
 from opfuse.graph_ops.ir.tensor import TensorSpec, contiguous_stride
 from opfuse.kernels.arch import ARCHES
 from opfuse.kernels.hopper import glu_support
@@ -24,7 +24,8 @@ from opfuse.kernels.registry import KERNELS
 
 PROGRAM = Path(__file__).parent / "compile_sm90_glu.py"
 ENTRY = next(k for k in KERNELS if k.id == "sm90.grouped_gemm_glu")
-BF16, F16, F32, E4M3 = DataType.BFLOAT16, DataType.HALF, DataType.FLOAT, DataType.FP8_E4M3
+BF16, F16, F32, E4M3, E5M2 = (DataType.BFLOAT16, DataType.HALF, DataType.FLOAT, DataType.FP8_E4M3,
+                              DataType.FP8_E5M2)  # fmt: skip
 PARAMETERS: Mapping[str, Mapping[str, Sequence[float]]] = {
     "swiglu": {},
     "geglu": {"geglu_alpha": (1.0, 1.702), "clamp_min": (-7.0, -0.5), "clamp_max": (7.0, 1.5),
@@ -32,7 +33,8 @@ PARAMETERS: Mapping[str, Mapping[str, Sequence[float]]] = {
     "situglu": {"situ_beta1": (4.0, 1.25), "situ_beta2": (25.0, 2.0)},
 }  # fmt: skip
 CONFIGURATION_CODES = {
-    "OPERAND_TYPE", "UP_WEIGHTS", "GLU_LAYOUT", "PRODUCT_ROUNDING", "C_TYPE", "D_TYPE", "BIAS_TYPE", "LEGAL",
+    "OPERAND_TYPE", "UP_WEIGHTS", "GLU_LAYOUT", "PRODUCT_ROUNDING", "C_TYPE", "D_TYPE", "BIAS_TYPE", "SOURCE_ROUNDING",
+    "BLOCK_FORMAT", "LEGAL",
 }  # fmt: skip
 """Reasons that are about the configuration, so that the compiler knows of them too."""
 
@@ -63,7 +65,7 @@ def random_problem(seed: int) -> Problem:
     roles: dict[str, dict[str, Any]] = {
         "a": dict(dim=(m, k), data_type=ab),
         "b": b | dict(glu_layout=None if apart else layout),
-        "offsets": dict(dim=(experts,), data_type=DataType.INT32),
+        "offsets": dict(dim=(experts,), data_type=DataType.INT32, multiple_of=128),
     }
     if apart:
         roles["b_up"] = dict(b)
@@ -84,6 +86,8 @@ def random_problem(seed: int) -> Problem:
     else:
         rounding = r.choice(({"c_wide": F32}, {}, {"c_wide": BF16}))
     attributes: dict[str, Any] = {"act": act, "alpha_exponent": r.choice((1, 2))}
+    if r.random() < 0.35 and n % 64 == 0:
+        rounding |= add_codes(r, roles, attributes, (m, n), mostly)
     if apart:
         attributes["join.layout"] = str(layout)
     attributes |= {name: r.choice(values) for name, values in PARAMETERS[act].items()}
@@ -93,6 +97,23 @@ def random_problem(seed: int) -> Problem:
         for uid, (role, fields) in enumerate(roles.items())
     }  # fmt: skip
     return Problem("grouped_gemm_glu", specs, attributes, rounding)
+
+
+def add_codes(
+    r: random.Random, roles: dict[str, dict[str, Any]], attributes: dict[str, Any], dim: tuple[Any, int], mostly: Any
+) -> dict[str, DataType]:
+    """Codes along rows, columns or both, beside the activation, a copy of a FLOAT one, or none; gives its rounding."""
+    swizzled = r.random() < 0.7
+    for side, axis in r.choice(([("row", 1)], [("col", 0)], [("row", 1), ("col", 0)])):
+        layout, codes = ScaleLayout(32, axis, swizzled), mostly((E4M3, E5M2), DataType.FP4_E2M1)
+        roles[f"q_{side}"] = dict(dim=dim, data_type=codes, scale_layout=layout)
+        roles[f"sf_{side}"] = dict(dim=layout.storage(dim), data_type=DataType.FP8_E8M0, scale_layout=layout)
+        values = {"block_size": 32, "scale_type": "FP8_E8M0", "swizzled": swizzled, "data_type": codes.value}
+        attributes.update({f"q_{side}.{name}": value for name, value in values.items()})
+    if r.random() < 0.5:
+        del roles["d"]
+        return {"d": mostly((F32, BF16, F16), DataType.DOUBLE)}
+    return r.choice(({}, {"d_wide": F32}))
 
 
 def predicted(problem: Problem) -> bool:

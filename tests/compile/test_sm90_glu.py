@@ -44,7 +44,9 @@ SHIPPED: dict[str, tuple[GluConfig, int, int]] = {
     "codes of rows and d": (replace(CODES, q_col_dtype=None, d_dtype="bf16", source_dtype="bf16"), 1536, 4096),
     "codes, apart": (replace(CODES, glu_layout="concatenated", separate_up=True, b_major="n"), 1024, 2048),
     "codes, discrete, bias": (
-        replace(CODES, discrete_b=True, bias_dtype="bf16", act=Activation("geglu"), has_alpha=True), 2880, 2880,
+        replace(CODES, discrete_b=True, bias_dtype="bf16", act=Activation("geglu"), has_alpha=True),
+        2880,
+        2880,
     ),
     "bias interleaved1": (replace(BASE, bias_dtype="fp32", glu_layout="interleaved1"), 2880, 2880),
 }

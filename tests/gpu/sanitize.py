@@ -26,9 +26,12 @@ from gemm_cases import CASES as GEMM  # type: ignore[import-not-found]
 from glu_cases import CASES as FORWARD  # type: ignore[import-not-found]
 from opfuse.kernels.sm90 import dglu_tune
 from opfuse.kernels.sm90.gemm_config import GemmConfig
-from opfuse.kernels.sm90.glu_config import GluConfig
+from opfuse.kernels.sm90.glu_config import GluConfig, quantizes
+from opfuse.kernels.sm90.quantize_config import QuantizeConfig
 from opfuse.kernels.sm90.wgrad_config import WgradConfig
 from parallel_build import adapter, fill  # type: ignore[import-not-found]
+from quantize_cases import CASES as QUANTIZE  # type: ignore[import-not-found]
+from quantize_cases import check as check_quantize  # type: ignore[import-not-found]
 from sm90_cases import BASE, CASES, ROW_COL  # type: ignore[import-not-found]
 from wgrad_cases import CASES as WGRAD  # type: ignore[import-not-found]
 
@@ -44,11 +47,28 @@ PROBLEMS = {
     "plain, float32 of separate experts": (replace(GEMM["discrete"], y_dtype="fp32"), [130, 0, 65], 0),
     "forward": (FORWARD["base"], [0, 1, 300, 77], 70),
     "forward, gate and up apart": (FORWARD["concatenated"], [130, 0, 65], 0),
+    "forward, codes": (FORWARD["codes and d, of d"], [128, 0, 256], 128),
+    "quantize": (QUANTIZE["base"], [131], 0),
+    "quantize FLOAT, plain": (QUANTIZE["fp32, the other plain"], [131], 8),
     "weight gradient": (WGRAD["base"], [0, 1, 300, 77], 70),
     "weight gradient, accumulated, cooperative": (WGRAD["accumulate c256_m"], [130, 0, 65], 0),
 }
 K, N = 128, 160
-CHECKS = {GemmConfig: gemm_harness.check, GluConfig: glu_harness.check, WgradConfig: wgrad_harness.check}
+
+
+def _forward(config: GluConfig, sizes: list[int], k: int, n: int, tail: int) -> dict[str, float]:
+    """Codes are of 64 columns at a time."""
+    errors: dict[str, float] = glu_harness.check(config, sizes, k, 192 if quantizes(config) else n, tail)
+    return errors
+
+
+def _quantize(config: QuantizeConfig, sizes: list[int], k: int, n: int, tail: int) -> dict[str, float]:
+    check_quantize(config, sum(sizes), n, 0, tail)
+    return {}
+
+
+CHECKS = {GemmConfig: gemm_harness.check, GluConfig: _forward, WgradConfig: wgrad_harness.check,
+          QuantizeConfig: _quantize}  # fmt: skip
 DONE = "every problem is right"
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.+)")
 
