@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ....kernels import rates
 from ....kernels.arch import Arch
 from ....kernels.cost import NOMINAL_EXTENT
 from .importer import Join, importable
@@ -276,7 +277,7 @@ def framework_seconds(region: Sequence[fx.Node], arch: Arch, *, one_pass: bool) 
         tensors = {n for n in (node, *node.all_input_nodes) if dims_of(n)}
         if is_product(node):
             rows, depth = (d if isinstance(d, int) else NOMINAL_EXTENT for d in dims_of(node.args[0]))  # type: ignore[arg-type]
-            flops = 2.0 * rows * depth * dims_of(node)[1]
+            flops = 2.0 * rows * depth * dims_of(node)[1] * rates.factor(rates.GROUPED_MM, arch.name, depth)
             total += seconds(flops, sum(map(nbytes, tensors)), 2)
         elif not is_view(node) and padded_half(node) is None:
             passes.append(tensors)

@@ -14,6 +14,7 @@ from opfuse.graph_ops.torch.compile.regions import (
     outputs_of,
 )
 from opfuse.graph_ops.torch.compile.spellings import NotImportable
+from opfuse.kernels import rates
 from opfuse.kernels.arch import ARCHES
 from plain_moe import BF16, SPELLINGS, step  # type: ignore[import-not-found]
 from torch._dynamo.backends.common import aot_autograd
@@ -39,7 +40,8 @@ def test_the_rival_of_a_fusion_is_what_torch_would_do():
     graph.output((two,))
     arch, size = ARCHES["sm90"], rows * 2 * half * 2
     read = (rows * depth + 2 * depth * 2 * half + 2) * 2 + size
-    matmul = max(2.0 * rows * depth * 2 * half / arch.bf16_flops, read / arch.memory_bytes_per_second)
+    shallow = rates.factor(rates.GROUPED_MM, "sm90", depth)
+    matmul = max(shallow * 2.0 * rows * depth * 2 * half / arch.bf16_flops, read / arch.memory_bytes_per_second)
     launch = arch.launch_seconds
     wanted = matmul + 2 * launch + 3 * size / arch.memory_bytes_per_second + launch
     assert framework_seconds((product, one, two), arch, one_pass=True) == pytest.approx(wanted)
