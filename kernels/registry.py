@@ -119,7 +119,7 @@ KERNELS: tuple[KernelEntry, ...] = (
     KernelEntry(
         id="sm90.grouped_gemm_glu",
         rule="grouped_gemm_glu",
-        doc="our grouped GEMM + GLU for Hopper: dense or discrete weights, every activation and layout, bias, C",
+        doc="our grouped GEMM + GLU for Hopper: dense or discrete weights, every activation, layout, bias, MXFP8 codes",
         arches=hopper_support.ARCHES,
         conditions=hopper_glu_support.GLU,
         module=f"{__package__}.hopper.grouped_glu",
