@@ -91,7 +91,7 @@ def test_plain_code_fuses_and_is_as_accurate_as_inductor(spelling: str, rows: in
         assert ours <= 1.1 * theirs + 1e-4, name
         assert one.stride() == two.stride(), name
     glus = [r for r in rewriter.regions if r.replaced and r.plan and r.raisings]
-    fused = {r.part: [s.kernel for s in r.plan.fused_steps] for r in glus}
+    fused = {r.part: [s.kernel for s in r.plan.fusions] for r in glus}
     assert fused == {part: [kernel] for part, kernel in KERNEL.items()}
     if spelling != "concatenated":
         (merge,) = rewriter.merges

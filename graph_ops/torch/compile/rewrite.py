@@ -26,7 +26,7 @@ from ...target import arch_of_device, as_arch
 from . import region_op  # noqa: F401  registers torch.ops.opfuse.run_graph
 from .importer import Imported, Importer
 from .lone import RULES as LONE_RULES
-from .lone import lone_products, measured_by_inductor
+from .lone import lone_products, measured_by_inductor, with_reader
 from .merge import Merge, merge_gate_up
 from .regions import (
     clone_views,
@@ -190,8 +190,13 @@ class Rewriter:
         """Rewrites one graph; `part` is what reports call it ("forward", "backward")."""
         changed = False
         drop_whole_slices(graph)
-        for region in list(find_regions(graph)):
-            report, imported = self._read(region, part)
+        regions = list(find_regions(graph))
+        taken = {node for region in regions for node in region}
+        for region in regions:
+            report, imported, region = self._with_reader(graph, region, taken, part) or (
+                *self._read(region, part),
+                region,
+            )
             if imported is not None:
                 against = self._why_not_replaced(report, region)
                 if not against:
@@ -204,21 +209,43 @@ class Rewriter:
             sort_topologically(graph)
             graph.lint()
 
+    def _lone_arch(self, nodes: tuple[fx.Node, ...]) -> Arch | None:
+        """The arch of the device, where it has kernels for grouped matmuls beside no GLU, and they are ours to take."""
+        here = arch_of_device(device_of(nodes))
+        left = self.options.rest == "inductor" and measured_by_inductor()
+        return here if not left and any(map(partial(self._has_kernels, here), LONE_RULES)) else None
+
+    def _with_reader(
+        self, graph: fx.Graph, region: tuple[fx.Node, ...], taken: set[fx.Node], part: str
+    ) -> tuple[Region, Imported, tuple[fx.Node, ...]] | None:
+        """The region of a GLU's forward together with the grouped matmul that reads it, where kernels run all of it."""
+        here = self._lone_arch(region)
+        whole = with_reader(graph, region, taken) if here is not None else None
+        if here is None or whole is None:
+            return None
+        report, imported = self._read(whole, part)
+        if (
+            imported is None
+            or any(r.rule != "raise_glu" for r in report.raisings)
+            or self._why_not_replaced(report, whole)
+        ):
+            return None
+        if make_plan(imported.graph, here, disable=self.options.disable).unfused_steps:
+            return None
+        return report, imported, whole
+
     def _replace_lone(self, graph: fx.Graph, part: str) -> bool:
         """Puts kernels in place of grouped matmuls beside no GLU, where the device has some that win; whether any.
         Those are reported, the others are not."""
         first = next((n for n in graph.nodes if n.target is GROUPED_MM), None)
-        if first is None or (self.options.rest == "inductor" and measured_by_inductor()):
-            return False
-        here = arch_of_device(device_of((first,)))
-        if not any(map(partial(self._has_kernels, here), LONE_RULES)):
+        here = None if first is None else self._lone_arch((first,))
+        if here is None:
             return False
         before = len(self.regions)
-        for node, imported, plan in lone_products(
-            graph, part, partial(make_plan, arch=here, disable=self.options.disable)
-        ):
-            _put_in_place(graph, (node,), imported, self.options.disable)
-            self.regions.append(Region(part, (node.name,), imported.graph, plan, replaced=True))
+        planned = lone_products(graph, part, partial(make_plan, arch=here, disable=self.options.disable))
+        for nodes, imported, plan in planned:
+            _put_in_place(graph, nodes, imported, self.options.disable)
+            self.regions.append(Region(part, tuple(n.name for n in nodes), imported.graph, plan, replaced=True))
         return len(self.regions) > before
 
     def _read(self, region: tuple[fx.Node, ...], part: str) -> tuple[Region, Imported | None]:
@@ -316,8 +343,9 @@ def _put_in_place(graph: fx.Graph, region: tuple[fx.Node, ...], imported: Import
     last = max(imported.inputs, key=places.__getitem__)
     definition = to_json(_anonymous(imported.graph), indent=None)
     after = last if last.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
-    # A lone node keeps its place, which says when its operands may go.
-    with graph.inserting_before(region[0]) if len(region) == 1 else graph.inserting_after(after):
+    # Products alone keep the place of the first, which says when its operands may go.
+    alone = all(node.target is GROUPED_MM for node in region)
+    with graph.inserting_before(region[0]) if alone else graph.inserting_after(after):
         call = graph.call_function(
             torch.ops.opfuse.run_graph.default, (list(imported.inputs), definition, list(disable))
         )
