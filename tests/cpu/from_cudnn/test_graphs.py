@@ -129,7 +129,7 @@ def test_c41_does_the_graph_fuse_swiglu_and_why_not(kit):
     g, _, _ = dglu_graph(kit)
     ours = Graph.from_cudnn(g, device="cpu")
     report = str(ours.explain(arch="sm90"))
-    assert "torch.grouped_matmul: r [grouped_matmul]" in report and "OP: observed" in report
+    assert "sm90.grouped_gemm (rule grouped_gemm): r [grouped_matmul]" in report and "OP: observed" in report
     assert any(note.code == "GLU_HALVES" and "show the split" in note.hint for note in ours.notes)
 
 
