@@ -15,7 +15,7 @@ C256 = Schedule(128, 256, False, 2, 1, 4, 2, 4)
 SHIPPED = {"p128": P128, "p128_n": P128_N, "p192": P192, "c256": C256}
 CHOSEN = (P128_N, P192, P128)
 """What the table chooses from, the first of equals: P128_N ties with P128 or is up to 4 % faster (N = 256). C256 is 0
-to 12 % slower, its epilogue exposed."""
+to 12 % slower, its epilogue exposed; P192 across N, and bands of 4 and 16, tie or are slower."""
 MULTIPROCESSORS = 132  # of an H200, for which the choice is made
 
 
@@ -37,8 +37,9 @@ def schedule_for(config: WgradConfig, *, n: int, k: int, experts: int) -> WgradC
     """The configuration with the schedule for `experts` gradients of K rows and N columns.
 
     Every expert has the same tiles, so that padding and the last wave are known, and they decide: a column of a tile
-    costs the same in all of these. On an H200 that foretells P192 against P128_N to within 1 % where they differ by 0.5
-    to 10 % (K = 512 to 2048, N = 768 to 2048, 64 and 128 experts).
+    costs the same in all of these. On an H200 that foretells P192 against P128_N to within 1 % in most of the 20 weight
+    gradients of samples/shapes.json and to 3 % in all but those of N = 2880, where P192 is 7 % better than foretold, and
+    of N = 256, where it is 27 % worse.
     """
 
     def work(schedule: Schedule) -> int:
