@@ -38,8 +38,8 @@ def schedule_for(config: WgradConfig, *, n: int, k: int, experts: int) -> WgradC
 
     Every expert has the same tiles, so that padding and the last wave are known, and they decide: a column of a tile
     costs the same in all of these. On an H200 that foretells P192 against P128_N to within 1 % in most of the 20 weight
-    gradients of samples/shapes.json and to 3 % in all but those of N = 2880, where P192 is 7 % better than foretold, and
-    of N = 256, where it is 27 % worse.
+    gradients of samples/shapes.json and to 3 % in all but those of N = 2880, where P192 is 7 % better than foretold,
+    and of N = 256, where it is 27 % worse.
     """
 
     def work(schedule: Schedule) -> int:
