@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from moe_data import read_text
+from moe_data import existing, positive, read_text, usable
 from opfuse.graph_ops.torch import GroupedMLP
 from opfuse.graph_ops.torch.routing import combine, dispatch, route
 from torch import nn
@@ -111,7 +111,7 @@ def opfuse_experts(mlp: GroupedMLP, rows: torch.Tensor, counts: torch.Tensor, pr
 
 def torch_experts(mlp: GroupedMLP, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """The same from the same weights by torch's grouped_mm, or by a loop where it does not serve."""
-    if rows.dtype not in GROUPED_MM_TYPES or not rows.shape[0]:
+    if not serves_grouped_mm(mlp) or not rows.shape[0]:
         parts = zip(rows.split(counts.tolist()), mlp.w1, mlp.w2, strict=True)
         y = torch.cat([gated(part @ w1.T) @ w2.T for part, w1, w2 in parts])
         return y * probs[:, None].to(y.dtype)
@@ -131,13 +131,16 @@ def gated(h: torch.Tensor) -> torch.Tensor:
 
 ARMS = {"opfuse": opfuse_experts, "grouped_mm": torch_experts}
 """Who runs the experts."""
-GROUPED_MM_TYPES = (torch.bfloat16,)
-"""What grouped_mm takes on every device and in every torch from 2.9."""
 
 
-def how(arm: str, dtype: torch.dtype) -> str:
+def serves_grouped_mm(mlp: GroupedMLP) -> bool:
+    """Whether these weights are what grouped_mm takes on every device and in every torch from 2.9."""
+    return mlp.w1.dtype is torch.bfloat16 and not (mlp.hidden_size % 8 or mlp.intermediate_size % 8)
+
+
+def how(arm: str, mlp: GroupedMLP) -> str:
     """What an arm's numbers are of."""
-    return f"{arm}, here a loop over experts" if arm != "opfuse" and dtype not in GROUPED_MM_TYPES else arm
+    return arm if arm == "opfuse" or serves_grouped_mm(mlp) else f"{arm}, here a loop over experts"
 
 
 def choose(logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,7 +262,7 @@ def main() -> int:
                 if arm != "opfuse":  # torch's grouped_mm need not write the gradients of experts without rows
                     step.dw1[received == 0] = step.dw2[received == 0] = 0
                 largest, found = compare(step, wanted, BOUNDS[dtype])
-                arms[arm] = {"runs": how(arm, dtype), "difference": largest}
+                arms[arm] = {"runs": how(arm, model.mlp), "difference": largest}
                 failures += [f"{routing}: {arm}: {failure}" for failure in found]
             for arm, seconds in time_steps(model, x, dy, bias, options.arms, options.repeats).items():
                 middle = statistics.median(seconds)
@@ -353,14 +356,17 @@ def process_group(device: str) -> Iterator[torch.device]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", help="text to route; by default the help texts that come with Python")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of each rank")
-    parser.add_argument("--experts", type=int, default=8, help="experts of all ranks together")
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, default=96)
+    parser.add_argument(
+        "file", nargs="?", type=existing, help="text to route; by default the help texts that come with Python"
+    )
+    parser.add_argument("--device", type=usable, choices=("cpu", "cuda"),
+                        default="cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
+    parser.add_argument("--tokens", type=positive, default=512, help="tokens of each rank")
+    parser.add_argument("--experts", type=positive, default=8, help="experts of all ranks together")
+    parser.add_argument("--hidden", type=positive, default=64)
+    parser.add_argument("--intermediate", type=positive, default=96)
     parser.add_argument("--data-type", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=3, help="steps of each arm to time")
+    parser.add_argument("--repeats", type=positive, default=3, help="steps of each arm to time")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="who runs the experts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="PATH", help="write what was measured")

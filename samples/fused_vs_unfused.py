@@ -25,10 +25,13 @@ from moe_data import (
     combine,
     dequantize_mxfp8,
     dispatch,
+    existing,
     plain_expert_mlp,
+    positive,
     read_text,
     route,
     row_prob,
+    usable,
 )
 from opfuse.graph_ops import DataType, Graph
 from usual_graphs import Sizes, dglu_mxfp8, expert_mlp_backward, expert_mlp_forward
@@ -218,14 +221,17 @@ def sqnr_db(value: torch.Tensor, true: torch.Tensor) -> float:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", help="text to read; by default the help texts that come with Python")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("file", nargs="?", type=existing,
+                        help="text to read; by default the help texts that come with Python")  # fmt: skip
+    parser.add_argument("--device", type=usable, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--act", choices=ACTIVATIONS, default="swiglu")
     parser.add_argument("--data-type", choices=DATA_TYPES, default="bfloat16")
     for name in ("tokens", "experts", "hidden", "intermediate"):
-        parser.add_argument(f"--{name}", type=int, help=", ".join(f"{d[name]} on {k}" for k, d in DEFAULTS.items()))
-    parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+        parser.add_argument(
+            f"--{name}", type=positive, help=", ".join(f"{d[name]} on {k}" for k, d in DEFAULTS.items())
+        )
+    parser.add_argument("--top-k", type=positive, default=2)
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for name, value in DEFAULTS["cuda" if options.device.startswith("cuda") else "cpu"].items():

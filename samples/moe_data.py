@@ -5,6 +5,7 @@ Axis letters: T tokens, k experts chosen by each token, L experts, M rows (T * k
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,29 @@ def read_text(path: str | None = None) -> bytes:
     if path is None:
         return "\n".join(topics[name] for name in sorted(topics)).encode()
     return Path(path).read_bytes()
+
+
+def positive(text: str) -> int:
+    """For argparse: a count."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def existing(text: str) -> str:
+    """For argparse: a file with something in it."""
+    if not Path(text).is_file() or not Path(text).stat().st_size:
+        raise argparse.ArgumentTypeError(f"{text!r} is no file, or an empty one")
+    return text
+
+
+def usable(text: str) -> str:
+    """For argparse: a device that this torch can use here."""
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"torch {torch.__version__} has no device {text!r} here: {error}") from error
+    return text
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe_data import combine, dispatch, plain_expert_mlp, read_text, route, row_prob
+from moe_data import combine, dispatch, existing, plain_expert_mlp, positive, read_text, route, row_prob, usable
 from opfuse.graph_ops import DataType
 from progress import progress_bar
 from torch import nn
@@ -361,22 +361,28 @@ def check_fall(name: str, losses: list[float]) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", help="text to learn; by default the help texts that come with Python")
+    parser.add_argument(
+        "file", nargs="?", type=existing, help="text to learn; by default the help texts that come with Python"
+    )
     parser.add_argument("--backend", choices=("torch", "opfuse", "both"), default="both")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--device", type=usable, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hidden", type=int, default=SMALL.hidden)
-    parser.add_argument("--intermediate", type=int, default=SMALL.intermediate, help="of each expert")
-    parser.add_argument("--experts", type=int, default=SMALL.experts)
-    parser.add_argument("--sequences", type=int, default=SMALL.sequences, help="in a step")
-    parser.add_argument("--length", type=int, default=SMALL.length, help="bytes of a sequence, at most")
+    parser.add_argument("--hidden", type=positive, default=SMALL.hidden)
+    parser.add_argument("--intermediate", type=positive, default=SMALL.intermediate, help="of each expert")
+    parser.add_argument("--experts", type=positive, default=SMALL.experts)
+    parser.add_argument("--sequences", type=positive, default=SMALL.sequences, help="in a step")
+    parser.add_argument("--length", type=positive, default=SMALL.length, help="bytes of a sequence, at most")
     parser.add_argument("--data-type", choices=("float32", "bfloat16"), default="float32", help="of the experts")
     parser.add_argument("--learning-rate", type=float, help=f"by default {LEARNING_RATE}")
     parser.add_argument("--json", metavar="PATH", help="write losses, tokens per second and peak memory")
     parser.add_argument("--plot", metavar="PATH", help="draw the loss curves as a PNG; needs matplotlib")
     parser.add_argument("--draw", metavar="PATH", help="draw the losses that --json wrote, and train nothing")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.hidden % HEADS or options.experts < TOP_K:
+        parser.error(f"--hidden {options.hidden} --experts {options.experts}: give {HEADS} heads the same width, and a "
+                     f"token {TOP_K} experts to choose")  # fmt: skip
+    return options
 
 
 if __name__ == "__main__":

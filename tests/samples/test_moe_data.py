@@ -72,3 +72,33 @@ def test_scales_are_decoded_as_the_definition_says(moe_data, axis):
     assert torch.equal(decoded, out["back"])
     relative = (decoded - values).norm() / values.norm()
     assert 0 < relative < 0.04
+
+
+MISTAKES = {
+    "no such file": (["no_such.txt"], "no_such.txt"),
+    "a count of nothing": (["--tokens", "0"], "no whole number above 0"),
+    "a count that is none": (["--experts", "few"], "no whole number above 0"),
+    "a device that is not here": (["--device", "xpu:77"], "xpu:77"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("name", ["fused_vs_unfused", "expert_parallel", "train_tiny_moe"])
+def test_a_wrong_argument_is_named_without_a_traceback(name, mistake, load_sample, monkeypatch, capsys):
+    given, word = MISTAKES[mistake]
+    if name == "train_tiny_moe":
+        given = [option.replace("--tokens", "--steps") for option in given]
+    sample = load_sample(name)
+    monkeypatch.setattr("sys.argv", [name, *given])
+    with pytest.raises(SystemExit) as raised:
+        sample.main()
+    assert raised.value.code == 2 and word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["--hidden", "30"], ["--experts", "1"]])
+def test_sizes_that_the_model_cannot_have_are_named(given, load_sample, monkeypatch, capsys):
+    sample = load_sample("train_tiny_moe")
+    monkeypatch.setattr("sys.argv", ["train_tiny_moe", *given])
+    with pytest.raises(SystemExit):
+        sample.main()
+    assert " ".join(given) in capsys.readouterr().err
