@@ -16,8 +16,8 @@ Factors = tuple[tuple[int, float], ...]
 
 GROUPED_MM: Mapping[str, Factors] = {
     # Measured on an H200, torch 2.11, 2026-11-30: the ten shapes of samples/shapes.json as fc1, fc2, dact and dx,
-    # against a dense 8192^3 bf16 matmul in the same rounds. K = 256: 2.06; 512: 1.52; 768: 1.30 to 1.35; 1024: 1.29; 1536:
-    # 1.11 to 1.27; 2048: 1.06 to 1.18; 2880: 1.05 to 1.14; 3072: 1.03; 4096 and more: 0.97 to 1.02.
+    # against a dense 8192^3 bf16 matmul in the same rounds. K = 256: 2.06; 512: 1.52; 768: 1.30 to 1.35; 1024: 1.29;
+    # 1536: 1.11 to 1.27; 2048: 1.06 to 1.18; 2880: 1.05 to 1.14; 3072: 1.03; 4096 and more: 0.97 to 1.02.
     "sm90": (
         (383, 2.05), (639, 1.52), (895, 1.32), (1279, 1.28), (1791, 1.15), (2463, 1.12), (3071, 1.08), (3583, 1.03),
     ),
