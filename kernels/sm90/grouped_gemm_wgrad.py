@@ -150,8 +150,8 @@ class GroupedGemmWgrad:
         while expert != scheduler.END:
             k_tiles = k_steps(rows)
             first_row = end - k_tiles * TILE_K  # TMA reads zeros before row 0
-            copy_a = _loads(*a, (m0, first_row), s.tile_m, rank_n, s.cluster_n, mask_a)
-            copy_b = _loads(*b, (n0, first_row), s.tile_n, rank_m, s.cluster_m, mask_b)
+            copy_a = _loads(a, (m0, first_row), s.tile_m, rank_n, s.cluster_n, mask_a)
+            copy_b = _loads(b, (n0, first_row), s.tile_n, rank_m, s.cluster_m, mask_b)
             stage, phase = mainloop.load_tile(
                 copy_a, copy_b, k_tiles, stage, phase, full, empty, self.stage_bytes, s.ab_stages
             )
@@ -226,8 +226,10 @@ class GroupedGemmWgrad:
             cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
 
-def _loads(atom, coords, shared, origin, columns: int, rank, slices: int, mask):
-    """The function that starts a k step's load of one operand, whose tile begins at `origin`: `(k, stage, barrier)`."""
+def _loads(operand, origin, columns: int, rank, slices: int, mask):
+    """The function that starts a k step's load of one operand, (copy atom, coordinates, stages), whose tile begins at
+    `origin`: `(k, stage, barrier)`."""
+    atom, coords, shared = operand
     source = cute.local_tile(cute.domain_offset(origin, coords), (columns, TILE_K), (0, None))
     part, tile = cpasync.tma_partition(
         atom, rank, cute.make_layout(slices), cute.group_modes(shared, 0, 2), cute.group_modes(source, 0, 2)
