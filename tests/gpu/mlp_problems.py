@@ -16,7 +16,7 @@ import torch
 from opfuse.graph_ops import GluLayout
 from opfuse.graph_ops.planner import make_plan
 from opfuse.graph_ops.torch import grouped_mlp
-from opfuse.graph_ops.torch.graphs import Key
+from opfuse.graph_ops.torch.graphs import GRAPHS, Key
 from opfuse.graph_ops.torch.mlp import activation_parameters
 from opfuse.kernels.arch import ARCHES
 from opfuse.kernels.hopper.grouped_dglu import kernel_cache
@@ -111,6 +111,7 @@ def keys_of(problem: Problem, learns: Sequence[str] = ("x", "w1", "w2", "prob"))
         seen.append(replace(key, config=replace(key.config, device=torch.device("cuda", 0))))
         return held(key)
 
+    GRAPHS.clear()  # a call that is recognised asks for no graph
     _OPS.graph_of = recording
     try:
         case = problem.case("cpu")
