@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch._inductor.decomposition import select_decomp_table
 
-from ...target import as_arch
+from ...ir.errors import GraphNotSupportedError
 from .backend import compile_with
 from .merge import Merge
 from .own_calls import OwnCall, own_calls
@@ -90,9 +90,10 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CompileExpl
     would have, its decompositions applied, and run in eager. Gradients of leaves are computed and dropped. Calls of
     opfuse's own expert MLPs (GroupedMLP, Hugging Face's) are told too: what fuses in each.
     """
+    if options.get("rest", "eager") != "eager":
+        raise GraphNotSupportedError("OPTION", asked=f"option rest={options['rest']!r} of explain", required="none",
+                                     hint="explain runs in eager what it explains")  # fmt: skip
     chosen = Options.of({**options, "rest": "eager"})
-    if chosen.arch is not None:
-        as_arch(chosen.arch)  # a name that no arch has is an error here, not where the first matmul is found
 
     def inner(*args: Any, **kwargs: Any) -> CompileExplanation:
         seen = torch._dynamo.explain(fn)(*args, **kwargs)

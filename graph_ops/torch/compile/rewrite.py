@@ -51,7 +51,10 @@ CHOICES = {
     "replace": ("fused", "raised"),
     "rest": ("inductor", "eager"),
     "save": ("activation", "preactivation"),
+    "fuse_rounding": (None, True, False),
+    "strict": (False, True),
 }
+"""What an option may be, its default first."""
 FORWARD_RULE, BACKWARD_RULE = "grouped_gemm_glu", "grouped_gemm_dglu"
 
 
@@ -89,12 +92,18 @@ class Options:
         if unknown := sorted(set(others) - set(known)):
             required = f"options of {sorted(own)}, or of torch._inductor.config"
             raise GraphNotSupportedError("OPTION", asked=f"options {unknown}", required=required)
+        for name, allowed in CHOICES.items():
+            value = given.get(name, allowed[0])
+            if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+                raise GraphNotSupportedError("OPTION", asked=f"option {name}={value!r}",
+                                             required=f"one of {list(allowed)}")  # fmt: skip
+        if isinstance(given.get("disable"), str):
+            raise GraphNotSupportedError("OPTION", asked=f"option disable={given['disable']!r}", seen="one text",
+                                         required="a sequence of ids of rules and kernels")  # fmt: skip
         given["disable"] = tuple(given.get("disable", ()))
         options = replace(Options(), **given, inductor=tuple(others.items()))
-        for name, allowed in CHOICES.items():
-            if getattr(options, name) not in allowed:
-                raise GraphNotSupportedError("OPTION", asked=f"option {name}={getattr(options, name)!r}",
-                                             required=f"one of {list(allowed)}")  # fmt: skip
+        if options.arch is not None:
+            as_arch(options.arch)  # raises for one that no arch has
         if options.rest == "eager" and others:
             raise GraphNotSupportedError("OPTION", asked=f"options {sorted(others)}", seen="rest='eager'",
                                          required="rest='inductor'", hint="they are Inductor's")  # fmt: skip

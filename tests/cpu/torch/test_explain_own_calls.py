@@ -76,7 +76,19 @@ def test_every_op_has_its_graph():
     assert {op._schema.name.removeprefix("opfuse::") for op in OPS} == set(KEYS)
 
 
-def test_an_arch_that_is_none_is_refused_without_any_matmul():
+@pytest.mark.parametrize(
+    ("option", "code"),
+    [
+        (dict(arch="sm99"), "ARCH_UNKNOWN"),
+        (dict(disable="raise_glu"), "OPTION"),
+        (dict(strict="no"), "OPTION"),
+        (dict(fuse_rounding="no"), "OPTION"),
+        (dict(fuse_rounding=0), "OPTION"),
+        (dict(save=None), "OPTION"),
+        (dict(rest="inductor"), "OPTION"),
+    ],
+)
+def test_an_option_that_is_none_is_refused_without_any_matmul(option, code):
     with pytest.raises(OpfuseError) as raised:
-        explain(lambda x: x + 1, arch="sm99")
-    assert raised.value.code == "ARCH_UNKNOWN"
+        explain(lambda x: x + 1, **option)
+    assert raised.value.code == code and next(iter(option)) in str(raised.value)
