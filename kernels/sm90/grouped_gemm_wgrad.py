@@ -12,8 +12,8 @@ stages, a ring of output chunks, tile records):
                barriers keeps the mainloops in tile order. Cooperative: they share each tile's rows.
 
 An expert's rows are read backwards from its end to a whole number of k steps, so that the first step alone may hold
-rows of others: the consumers overwrite these with zeros in shared memory, of both operands, as the products of a NaN
-and of a zero are none. An expert without rows has one step of nothing but such rows.
+rows of others: the consumers overwrite these with zeros in shared memory, in both operands, because NaN times zero is
+NaN. An expert without rows has one step of nothing but such rows.
 
     barrier        arrivals                                               waits
     ab_full[s]     1, warp 0's expect-tx, plus the stage's bytes          consumer warps

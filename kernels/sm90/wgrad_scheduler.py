@@ -96,15 +96,13 @@ def _share_rest(keys, clusters: Int32, mine: Int32, rest: Int32, cost: Int32):
     groups = (clusters + 31) // 32
     for i in cutlass.range(groups, unroll=1):
         rank = _rank(keys, p.load_shared_u32(keys + (lane + 32 * i) * 4), clusters)
-        if rank < rest:
-            given |= 1 << i
+        given |= p.select(rank < rest, Int32(1), Int32(0)) << i
         if i == mine // 32:
             place = cute.arch.shuffle_sync(rank, mine % 32)
     cute.arch.sync_warp()
     for i in cutlass.range(groups, unroll=1):
         at = keys + (lane + 32 * i) * 4
-        if (given >> i) & 1 == 1:
-            p.store_shared_i32(at, p.load_shared_i32(at) + (cost << CLUSTER_BITS))
+        p.store_shared_i32(at, p.load_shared_i32(at) + ((given >> i) & 1) * (cost << CLUSTER_BITS))
     cute.arch.sync_warp()
     return place
 
