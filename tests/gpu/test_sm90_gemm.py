@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -216,7 +217,7 @@ def graph_of(config: GemmConfig, experts: int, K: int, N: int, *, fused: bool) -
     stride = (K * N, 1, K) if config.b_major == "k" else (K * N, N, 1)
     b = g.tensor("b", dim=(experts, K, N), stride=stride, discrete=config.discrete_b)
     offsets = g.tensor("offsets", dim=(experts,), data_type=DataType.INT32)
-    more = {}
+    more: dict[str, Any] = {}
     if config.has_alpha:
         more = {"alpha": g.tensor("alpha", dim=(experts,), data_type=DataType.FLOAT),
                 "alpha_exponent": config.alpha_exponent}  # fmt: skip

@@ -56,7 +56,9 @@ def product_of(arch: str, depth: int, columns: int, kind: DataType = DataType.BF
     graph = Graph(arch=arch)
     m = graph.symbol("M")
     a, b = graph.tensor("a", (m, depth)), graph.tensor("b", (4, depth, columns))
-    made = {name: graph.tensor(name, shape, data_type=DataType.FLOAT) for name, shape in options.items()}
+    made: dict[str, Any] = {
+        name: graph.tensor(name, shape, data_type=DataType.FLOAT) for name, shape in options.items()
+    }
     y = graph.grouped_matmul(a, b, graph.tensor("o", (4,), data_type=DataType.INT32), **made)
     y.set_output(True).set_data_type(kind)
     op_graph = graph.operation_graph()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import fusion_graphs as fg
+import fusion_graphs as fg  # type: ignore[import-not-found]
 import pytest
 from fusion_graphs import chosen, plan
 from opfuse.fusion_rules.choice import CODES

@@ -157,7 +157,9 @@ def test_a_prepared_launch_is_the_run_of_the_same_buffers(
     buffers, bindings = buffers_of(problem, 300), {"M": 300}
     assert kernel.workspace_bytes(bindings) == 0
     kernel.run(buffers, None, bindings)
-    kernel.prepare(buffers, None, bindings)(0)
+    prepared = kernel.prepare(buffers, None, bindings)
+    assert prepared is not None
+    prepared(0)
     first, second = ({n: (t.data_ptr(), t.shape, t.stride(), t.dtype) for n, t in call.items()} for call in seen)
     assert first == second and set(first) == set(problem.tensors)
     assert all(first[role][:2] == (buffer.data_ptr(), buffer.shape) for role, buffer in buffers.items())
