@@ -1,4 +1,5 @@
-"""Epilogue of one consumer warpgroup of the forward kernel: accumulators in, h and the activation out."""
+"""Epilogue of one consumer warpgroup of the forward kernel: accumulators in, h and the activation out, as it is, as
+MXFP8 codes, or both."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from . import glu_stores, stores
 from . import primitives as p
 from .config import CHUNK_N
 from .epilogue_math import DeviceMath
-from .glu_config import D_CHUNK_BYTES, H_CHUNK_BYTES, PIECE_BYTES, GluConfig, quantizes
+from .glu_config import D_CHUNK_BYTES, H_CHUNK_BYTES, PIECE_BYTES, GluConfig, codes_in_h, quantizes
 from .glu_math import glu
 from .quantizer import Quantizer
 
@@ -48,6 +49,7 @@ class GluEpilogue:
             # Two neighbouring blocks of 32 columns are its sides, so that it sees N / 2 compact columns.
             self.quantizer = Quantizer(Sides(config), columns >> 1, rows, *codes)
             self.codes_base = storage.codes.data_ptr().toint()
+            self.h_rows = stores.Ring(config.glu_layout, warp, lane)
         self.h_base = storage.h.data_ptr().toint()
         self.d_base = storage.d.data_ptr().toint()
         self.math = DeviceMath()
@@ -170,8 +172,14 @@ class GluEpilogue:
                     self._chunk(acc, 2 * pair + side, block, row + stores.WARP_ROWS * i, n0 + CHUNK_N * side, end,
                                 expert, used + len(blocks) * side + i)
                 )  # fmt: skip
-        mine = self.codes_base + (self.group * 4 + self.warp) * (len(blocks) * 2 * PIECE_BYTES)
-        pieces = [[mine + (2 * i + k) * PIECE_BYTES for k in (0, 1)] for i in range(len(blocks))]
+        if codes_in_h(self.config):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            p.sync_warp()
+            ring = self.h_base + self.group * (self.schedule.ring_chunks * H_CHUNK_BYTES)
+            pieces = [self.h_rows.pieces(ring + i * H_CHUNK_BYTES) for i in range(len(blocks))]
+        else:
+            mine = self.codes_base + (self.group * 4 + self.warp) * (len(blocks) * 2 * PIECE_BYTES)
+            pieces = [(mine + 2 * i * PIECE_BYTES, mine + (2 * i + 1) * PIECE_BYTES) for i in range(len(blocks))]
         self.quantizer.run(values, pieces, row, end, n0 >> 1, p.sync_warp)
 
     def _half(self, acc, nc: int, block: int, half: int, n0, expert, h_base, d_base, values) -> None:
@@ -220,7 +228,8 @@ class GluEpilogue:
             if self.config.h_dtype is not None:
                 self.h_box.write(h_base, 2 * half + eight, words)
             for r in range(2):
-                self.d_box.write(d_base, 2 * half + eight, r, p.pack(values[r], values[2 + r], str(self.config.d_dtype)))
+                word = p.pack(values[r], values[2 + r], str(self.config.d_dtype))
+                self.d_box.write(d_base, 2 * half + eight, r, word)
 
     def _bias(self, expert, n0, inside: int, side: int):
         """The bias of this lane's two columns of the 8 at `inside` of the chunk's gates (side 0) or ups (1)."""

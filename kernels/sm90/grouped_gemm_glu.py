@@ -5,11 +5,14 @@ scheduler and roles these are. Per CTA (shared memory: operand stages, rings of 
 
     warp 0     scheduler and operand loads. Per tile: finds the expert, writes the tile record, then per k step waits
                for an empty stage, expects its bytes and issues the TMA loads (multicast inside a cluster).
-    warps 1-3  write zeros to the rows past the last offset, of which there are none as a rule.
+    warps 1-3  write zeros to the rows past the last offset, of which there are none as a rule, and to their scales.
     wg 1, 2    ping-pong: they take tiles in turn, and one's epilogue runs under the other's mainloop; a pair of named
                barriers keeps the mainloops in tile order. Cooperative: they share each tile's rows.
 
-A warp writes its own rows of a chunk and stores them by TMA itself, so the rings need no barriers.
+A warp writes its own rows of a chunk and stores them by TMA itself, so the rings need no barriers. With codes it takes
+two chunks of columns at a time, and for column blocks both of its 16-row blocks, which then are neighbours
+(`Operands.pairs_rows`): 32 x 64 values, all that it has of a 128-column tile of the product. Its lanes meet in shared
+memory that is the warp's own (`codes`), or where h was, see `glu_config.codes_in_h`.
 
     barrier        arrivals                                               waits
     ab_full[s]     1, warp 0's expect-tx, plus the stage's bytes          consumer warps

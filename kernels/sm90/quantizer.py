@@ -1,4 +1,5 @@
-"""MXFP8 of the gradient: E4M3 or E5M2 codes with one E8M0 scale per 32 values of a row, of a column, or both.
+"""MXFP8 of the gradient, or of the forward's activation: E4M3 or E5M2 codes with one E8M0 scale per 32 values of a row,
+of a column, or both. For the activation two neighbouring blocks of 32 columns stand for gate and up.
 
 A lane holds pairs of neighbouring columns (a wgmma accumulator), so that a block's 32 values lie in 4 lanes (a row) or
 8 (a column). They meet in shared memory, in the ring slots whose pre-activation the warp has just read:
