@@ -42,24 +42,24 @@ class KnownCalls:
 
         `choices`: all that `configure` reads beside the tensors, the op's name among it.
         """
-        given = [t for t in (*rows, *others) if t is not None]
-        bits = count = 0
+        ours = [t for t in rows if t is not None]
+        given = [*ours, *(t for t in others if t is not None)]
+        bits = 0
         for tensor in given:
             bits |= tensor.data_ptr()
-        counts = {t.shape[0] for t in rows if t is not None}
         key = (choices, bits % ALIGNMENT == 0, *[t is None for t in (*rows, *others)])
-        if len(counts) == 1:
-            for alike, held in self._known.get(key, ()):
-                if alike(*given) and (graph := held()) is not None and not graph.dropped:
-                    return graph
+        if len({t.shape[0] for t in ours}) != 1:  # which is for `configure` to refuse
+            return configure()
+        for alike, held in self._known.get(key, ()):
+            if alike(*given) and (graph := held()) is not None and not graph.dropped:
+                return graph
         graph = configure()
-        if len(counts) == 1 and PLAIN.issuperset(map(type, given)):
-            count = sum(t is not None for t in rows)
-            alike = alike_to(given, open_sizes=[(place, 0) for place in range(count)])
-            others_known = [one for one in self._known.get(key, ()) if not one[0](*given)]  # whose graph is gone
+        if PLAIN.issuperset(map(type, given)):
+            alike = alike_to(given, open_sizes=[(place, 0) for place in range(len(ours))])
+            kept = [one for one in self._known.get(key, ()) if not one[0](*given)]  # but for one whose graph is gone
             if len(self._known) >= CHOICES:
                 self._known.clear()
-            self._known[key] = ((alike, weakref.ref(graph)), *others_known[: LAYOUTS - 1])
+            self._known[key] = ((alike, weakref.ref(graph)), *kept[: LAYOUTS - 1])
         return graph
 
 
