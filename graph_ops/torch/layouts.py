@@ -31,9 +31,15 @@ def tag(weight: torch.Tensor, layout: GluLayout) -> torch.Tensor:
     return weight
 
 
+def tagged(weight: torch.Tensor) -> str | None:
+    """The layout that `weight` is marked as having, None for none."""
+    found: str | None = getattr(weight, TAG, None)
+    return found
+
+
 def check_tag(weight: torch.Tensor, layout: GluLayout | str, asked: str) -> None:
     """Raises VariantPackError where `weight` is tagged with another layout. One without a tag is believed."""
-    seen = getattr(weight, TAG, None)
+    seen = tagged(weight)
     if seen is not None and seen != str(layout):
         raise VariantPackError(
             "GLU_LAYOUT",

@@ -30,7 +30,7 @@ from .configuration import (
     configuration_of,
 )
 from .graphs import Backward, Fc1Backward, Fc2, Forward, Key
-from .layouts import as_layout, check_tag, convert_glu_layout, tag
+from .layouts import as_layout, check_tag, convert_glu_layout, tag, tagged
 
 if TYPE_CHECKING:
     from ..explain import Explanation
@@ -124,8 +124,9 @@ class GroupedMLP(nn.Module):
     """The experts of a layer, with Megatron's call `(permuted_hidden, tokens_per_expert, permuted_probs) -> (y, bias)`.
 
     `glu_layout` is the order in which the kernels read w1's rows, `checkpoint_layout` that of state_dict, which never
-    changes: saving and loading convert. A state_dict that says it has another layout is converted from that one. An
-    optimizer's state is not: it has w1's own order, so resume with the same `glu_layout`, or convert its moments too.
+    changes: saving and loading convert. A state_dict that says it has another layout is converted from that one; one
+    that says nothing (safetensors) is taken to have `checkpoint_layout`. An optimizer's state is not converted: it has
+    w1's own order, so resume with the same `glu_layout`, or convert its moments too.
     Other options as grouped_mlp's. The bias is always None: these experts have none. (torch.cuda.make_graphed_callables
     takes functions of tensors to tensors: give it a module that returns `experts(*args)[0]`.)
     """
@@ -225,9 +226,12 @@ def _to_checkpoint(module: GroupedMLP, state: dict[str, Any], prefix: str, metad
 
 def _from_checkpoint(module: GroupedMLP, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     weight = state.get(prefix + "w1")
-    held = as_layout(metadata.get(_LAYOUT_KEY, str(module.checkpoint_layout)))
-    if weight is None or weight.shape != module.w1.shape or held == module.glu_layout:
+    if weight is None or weight.shape != module.w1.shape:
         return  # load_state_dict itself names what is missing or has another shape
+    held = as_layout(metadata.get(_LAYOUT_KEY) or tagged(weight) or module.checkpoint_layout)
+    check_tag(weight, held, f"{prefix}w1 of a state_dict that says it is {held}")
+    if held == module.glu_layout:
+        return
     state[prefix + "w1"] = convert_glu_layout(weight, held, module.glu_layout)
 
 

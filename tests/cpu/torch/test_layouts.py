@@ -100,6 +100,24 @@ def test_a_checkpoint_that_says_another_layout_is_converted_from_it():
     torch.testing.assert_close(outputs(experts), outputs(saved))
 
 
+@pytest.mark.parametrize("layout", [CONCATENATED, BY_32, BY_1], ids=str)
+def test_c28_a_converted_weight_in_a_plain_dict_is_loaded_as_what_it_is(layout):
+    """Of a dict without metadata the tag speaks, also where the module's two layouts are one and nothing need move."""
+    saved = module(CONCATENATED)
+    state = {"w1": convert_glu_layout(saved.w1.detach(), CONCATENATED, BY_32), "w2": saved.w2.detach()}
+    experts = module(layout, layout)
+    experts.load_state_dict(state)
+    torch.testing.assert_close(outputs(experts), outputs(saved))
+
+
+def test_a_weight_of_another_layout_than_its_state_dict_says_is_refused():
+    state = module(CONCATENATED).state_dict()
+    state["w1"] = convert_glu_layout(state["w1"], CONCATENATED, BY_32)
+    with pytest.raises(OpfuseError) as raised:
+        module(CONCATENATED).load_state_dict(state)
+    assert raised.value.code == "GLU_LAYOUT"
+
+
 def test_loading_leaves_the_callers_state_dict_alone():
     state = module(CONCATENATED).state_dict()
     before = state["w1"].clone()
