@@ -79,6 +79,8 @@ arithmetic in float32, the rounding copy into the output)."""
 TILED_LAUNCHES, TILED_ROWS, TILES_AN_EXPERT = 14, 1.5, 2
 """Of a grouped matmul over tiles (torch_ops/matmul.py): kernels that torch launches, rows with padding as a multiple of
 the rows (1 to 2: a tile's height is a power of two), and copies of each expert's weights."""
+STACKING_LAUNCHES = 2
+"""Of separate experts' weights, which torch wants side by side: they are copied at each run."""
 
 
 def nominal_bindings(graph: OpGraph) -> dict[str, int]:
@@ -181,6 +183,9 @@ def node_estimate(
             launches, slower = TILED_LAUNCHES, TILED_ROWS
         else:
             slower = rates.factor(rates.GROUPED_MM, arch.name, sizes.of(ports["a"].dim[1]))
+        if ports["b"].discrete and arch.is_cuda:
+            moved += 2 * sizes.nbytes(ports["b"])
+            launches += STACKING_LAUNCHES
     elif node.op == "grouped_matmul_wgrad":
         ports = {port: graph.tensors[uid] for port, uid in (*node.inputs, *node.outputs)}
         flops = _matmul_flops(ports["a"], ports["dy"], sizes)

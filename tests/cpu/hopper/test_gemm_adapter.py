@@ -104,6 +104,7 @@ def test_a_graph_runs_the_kernel_and_equals_float64_and_unfused(
 def test_separate_experts(emulation: ModuleType, emulated: list[Any], seed: int) -> None:
     g = graph_of(emulation, discrete=True)
     g.build()
+    assert [s.kernel for s in g.plan.steps] == [KERNEL], "torch would copy the weights side by side"
     given = inputs(BF16, seed)
     experts = emulation.keep([one.t().contiguous().t() for one in given["b"]])
     y = g({**given, "b": experts})["y"]
