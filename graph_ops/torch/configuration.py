@@ -225,6 +225,14 @@ def check_options(recipe: str | None, multiple_of: int, save: str = "activation"
     check_recipe(recipe or UNQUANTIZED, multiple_of)
 
 
+def check_sizes(experts: int, hidden: int, intermediate: int) -> None:
+    """Raises VariantPackError for sizes that no weights have."""
+    for name, size, least in (("num_experts", experts, 0), ("hidden_size", hidden, 1),
+                              ("intermediate_size", intermediate, 1)):  # fmt: skip
+        if not isinstance(size, int) or size < least:
+            raise VariantPackError("SIZE", asked=f"{name}={size!r}", required=f"an int, at least {least}")
+
+
 def check_recipe(recipe: str, multiple_of: int) -> None:
     """Raises VariantPackError for an unknown recipe, or a promise about rows that is none or too small for it."""
     if recipe not in RECIPES:

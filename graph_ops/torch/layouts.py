@@ -60,7 +60,14 @@ def convert_glu_layout(
     """
     source, to = as_layout(source), as_layout(to)
     check_tag(weight, source, f"convert_glu_layout from {source}")
-    columns = weight.shape[dim]
+    columns = weight.shape[dim] if -weight.dim() <= dim < weight.dim() else 0
+    if not columns:
+        raise VariantPackError(
+            "GLU_COLUMNS",
+            asked=f"convert_glu_layout along axis {dim}",
+            seen=f"shape {tuple(weight.shape)}",
+            required="an axis of 2I, with I at least 1",
+        )
     for layout in (source, to):
         if columns % (2 * (layout.width or 1)):
             raise VariantPackError(

@@ -26,6 +26,7 @@ from .configuration import (
     check_call,
     check_layout,
     check_options,
+    check_sizes,
     check_transforms,
     configuration_of,
 )
@@ -149,6 +150,7 @@ class GroupedMLP(nn.Module):
         **parameters: float,
     ) -> None:
         super().__init__()
+        check_sizes(num_experts, hidden_size, intermediate_size)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.checkpoint_layout = as_layout(checkpoint_layout)
         self.glu_layout = self.checkpoint_layout if glu_layout is None else as_layout(glu_layout)
@@ -195,11 +197,13 @@ class GroupedMLP(nn.Module):
         """
         offsets = torch.empty(self.num_experts, dtype=torch.int32, device=self.w1.device)
         x = self.w1.new_empty(0, self.hidden_size)
-        config = configuration_of(
-            x, offsets, self.w1, self.w2, torch.empty(0) if probs else None, self.act,
+        given = (
+            x, offsets, self.w1, self.w2, x.new_empty(0, dtype=torch.float32) if probs else None, self.act,
             activation_parameters(self.act, self.parameters_of_act), str(self.glu_layout),
             self.recipe or UNQUANTIZED, self.multiple_of,
         )  # fmt: skip
+        check_call(*given)
+        config = configuration_of(*given)
         saves_act = self.save == "activation"
         whole = self.recipe == MXFP8
         graphs: dict[str, Key] = {

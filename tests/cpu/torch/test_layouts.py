@@ -63,9 +63,10 @@ def test_a_weight_converted_to_another_layout_is_refused_by_the_mlp():
     assert "convert_glu_layout" in str(raised.value)
 
 
-def test_columns_that_the_layout_does_not_divide_are_refused():
+@pytest.mark.parametrize(("shape", "dim"), [((2, 96, 16), 1), ((2, 0, 16), 1), ((2, 64, 16), 3), ((2, 64, 16), -4)])
+def test_columns_that_the_layout_does_not_divide_are_refused(shape, dim):
     with pytest.raises(OpfuseError) as raised:
-        convert_glu_layout(torch.randn(2, 96, 16), CONCATENATED, BY_32)
+        convert_glu_layout(torch.randn(shape), CONCATENATED, BY_32, dim=dim)
     assert raised.value.code == "GLU_COLUMNS"
 
 

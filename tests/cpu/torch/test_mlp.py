@@ -463,9 +463,18 @@ def test_the_module_explains_its_graphs_for_an_arch_that_is_not_here():
         (dict(save="nothing"), "SAVE"),
         (dict(glu_layout="interleaved(48)"), "GLU_LAYOUT"),
         (dict(checkpoint_layout="interleaved(48)"), "GLU_LAYOUT"),
+        (dict(num_experts=-1), "SIZE"),
+        (dict(hidden_size=0), "SIZE"),
+        (dict(intermediate_size=2.5), "SIZE"),
     ],
 )
 def test_the_module_refuses_when_it_is_made_what_the_function_refuses(options, code):
     with pytest.raises(OpfuseError) as raised:
-        GroupedMLP(2, 32, 64, **options)
+        GroupedMLP(**{"num_experts": 2, "hidden_size": 32, "intermediate_size": 64, **options})
     assert raised.value.code == code
+
+
+def test_the_module_explains_no_type_that_it_does_not_run():
+    with pytest.raises(OpfuseError) as raised:
+        GroupedMLP(2, 32, 64, dtype=torch.float64).explain("sm90")
+    assert raised.value.code == "DATA_TYPE"
