@@ -19,7 +19,8 @@ UNFUSED = "unfused"
 
 @dataclass(frozen=True)
 class Step:
-    """One unit of execution: a fused kernel over several nodes, or one node unfused.
+    """One unit of execution: a kernel of the registry, over several nodes or in torch's stead for one; or one node by
+    torch.
 
     `kernel` is a registry id or `torch.<op>`. `buffers` maps roles (fused) or `in.<port>`/`out.<port>` (unfused) to
     tensor uids. `capturable` False carries its reason. `variant`: the way to build the kernel, None for its own choice.
@@ -82,13 +83,14 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        """`unfused`, or the kernels that are fused, `kernel[variant]` where one is chosen, with how often each: stable
+        """`unfused`, or the kernels that are not torch's, `kernel[variant]` where one is chosen, with how often each: stable
         over runs, used to select a plan."""
         kernels = Counter(s.title for s in self.fused_steps)
         return "+".join(k if n == 1 else f"{k}*{n}" for k, n in sorted(kernels.items())) or UNFUSED
 
     @property
     def fused_steps(self) -> tuple[Step, ...]:
+        """The steps by kernels of the registry, those for one node among them."""
         return tuple(s for s in self.steps if s.is_fused)
 
     @property
