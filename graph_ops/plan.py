@@ -83,8 +83,8 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        """`unfused`, or the kernels that are not torch's, `kernel[variant]` where one is chosen, with how often each: stable
-        over runs, used to select a plan."""
+        """`unfused`, or the kernels that are not torch's, `kernel[variant]` where one is chosen, with how often each:
+        stable over runs, used to select a plan."""
         kernels = Counter(s.title for s in self.fused_steps)
         return "+".join(k if n == 1 else f"{k}*{n}" for k, n in sorted(kernels.items())) or UNFUSED
 
