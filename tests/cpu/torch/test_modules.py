@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
 
 import pytest
 import torch
 from opfuse.graph_ops import GluLayout
 from opfuse.graph_ops.torch import GroupedMLP
+from opfuse.graph_ops.torch.graphs import GRAPHS
 from torch.utils.checkpoint import checkpoint
 
 CONCATENATED, BY_32, BY_1 = GluLayout.concatenated(), GluLayout.interleaved(32), GluLayout.interleaved(1)
@@ -113,6 +115,19 @@ def test_an_exported_module_serves_other_row_counts(seed):
     for sizes in (COUNTS, [1, 2, 4]):
         given = torch.randn(sum(sizes), H), torch.tensor(sizes), torch.rand(sum(sizes))
         torch.testing.assert_close(exported(*given)[0], experts(*given)[0].detach(), msg=f"seed {seed}")
+
+
+def test_c109_what_stays_unfused_is_logged_once_for_each_graph(seed, caplog):
+    GRAPHS.clear()
+    experts, given = made(), inputs()
+    with caplog.at_level(logging.INFO, logger="opfuse"):
+        for _ in range(2):
+            gradients(experts, *given)
+    told = [r.getMessage() for r in caplog.records if r.name == "opfuse.rules"]
+    assert len(told) == len(set(told)) and {text.split(":")[0] for text in told} == {
+        "grouped_mlp_forward", "grouped_mlp_fc2", "grouped_mlp_backward", "grouped_mlp_fc1_backward"
+    }  # fmt: skip
+    assert any("grouped_gemm_dglu: ARCH: observed cpu, required sm90" in text for text in told)
 
 
 @pytest.fixture
