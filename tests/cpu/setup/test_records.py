@@ -20,8 +20,10 @@ from opfuse.kernels.sm90.wgrad_config import WgradConfig
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "samples" / "results"
-FORWARD = ("samples/results/glu_h200.json",) * (RESULTS / "glu_h200.json").exists()  # once it has been measured
-RECORDS = ("tests/gpu/record.json", "samples/results/dglu_h200.json", *FORWARD)
+ARMS = {"dglu": (30, "fused_q"), "glu": (30, "fused_no_h"), "gemm": (60, "fused_bias"), "wgrad": (60, "fused_add")}
+"""Of each benchmark's record: its rows, three splits of ten shapes or of two products of each, and an arm in all."""
+MEASURED = [f"samples/results/{name}_h200.json" for name in ARMS if (RESULTS / f"{name}_h200.json").exists()]
+RECORDS = ("tests/gpu/record.json", *MEASURED)
 
 
 def sources() -> str:
@@ -53,8 +55,8 @@ def test_the_record_is_of_these_sources(record: str) -> None:
         assert content["random_configurations"]["test_sm90_dglu.py"] == 200
         assert all(content["sanitizer"][tool].startswith("0 ") for tool in ("memcheck", "racecheck"))
     else:
-        arm = "fused_q" if "dglu" in record else "fused_no_h"
-        assert len(content["rows"]) == 30 and all(r["fused"] and r[arm] for r in content["rows"])
+        count, arm = ARMS[Path(record).name.removesuffix("_h200.json")]
+        assert len(content["rows"]) == count and all(r["fused"] and r[arm] for r in content["rows"])
 
 
 def _load(name: str) -> ModuleType:
