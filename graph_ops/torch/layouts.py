@@ -76,10 +76,31 @@ def convert_glu_layout(
                 seen=f"{columns} along axis {dim}",
                 required=f"a multiple of {2 * (layout.width or 1)} for {layout}",
             )
-    moved = weight.movedim(dim, 0)
+    moved = _whole_along(weight, dim).movedim(dim, 0)
     half = columns // 2
     rest = moved.shape[1:]
     gate, up = moved.reshape(-1, 2, source.width or half, *rest).unbind(1)
     shape = (-1, to.width or half, *rest)
     joined = torch.stack([gate.reshape(shape), up.reshape(shape)], 1).reshape(moved.shape)
-    return tag(joined.movedim(0, dim).contiguous(), to)
+    return tag(_sharded_as(joined.movedim(0, dim).contiguous(), weight), to)
+
+
+def _whole_along(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """`weight`, gathered if it is a DTensor with shards along `dim`: halves of a shard are not shards of the halves."""
+    placements = getattr(weight, "placements", None)
+    if placements is None or not any(p.is_shard(dim % weight.dim()) for p in placements):
+        return weight
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if p.is_shard(dim % weight.dim()) else p for p in placements]
+    gathered: torch.Tensor = weight.redistribute(placements=whole)  # type: ignore[attr-defined]
+    return gathered
+
+
+def _sharded_as(converted: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`converted`, in shards where `weight` is one, the same ones: what a checkpoint of shards relies on."""
+    placements = getattr(weight, "placements", None)
+    if placements is None or converted.placements == placements:  # type: ignore[attr-defined]
+        return converted
+    shards: torch.Tensor = converted.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return shards

@@ -140,22 +140,29 @@ def one_rank(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def test_sharded_experts_train_and_keep_the_checkpoints_layout(one_rank, tmp_path, seed):
-    """FSDP2 and torch.distributed.checkpoint: what is saved from one layout is read into another."""
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sharded_experts_train_and_keep_the_checkpoints_layout(axis, one_rank, tmp_path, seed):
+    """FSDP2 and torch.distributed.checkpoint: what is saved from one layout is read into another. Axis 1 is what
+    torchtitan shards where there are fewer experts than ranks."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    def shard(module):
+        return fully_shard(module, mesh=one_rank, shard_placement_fn=lambda parameter: Shard(axis))
 
     plain, given = made(), inputs()
     wanted, saved = gradients(plain, *given), plain.state_dict()
-    sharded = fully_shard(copy.deepcopy(plain), mesh=one_rank)
+    sharded = shard(copy.deepcopy(plain))
     for one, two in zip(gradients(sharded, *given), wanted):
         assert torch.equal(getattr(one, "full_tensor", lambda one=one: one)(), two), f"seed {seed}"
     state = get_model_state_dict(sharded)
     for name, weight in state.items():
         assert torch.equal(weight.full_tensor(), saved[name]), name
+        assert weight.placements == (Shard(axis),), "shards of another kind are not what a checkpoint takes them for"
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint")
-    other = fully_shard(made(glu_layout=BY_1), mesh=one_rank)
+    other = shard(made(glu_layout=BY_1))
     state = get_model_state_dict(other)
     dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
     set_model_state_dict(other, state)
