@@ -1,6 +1,7 @@
 """opfuse in PyTorch: the expert MLP as custom ops, functions and modules; a torch.compile backend; Hugging Face.
 
 from opfuse.graph_ops.torch import GroupedMLP, grouped_mlp      # rows already grouped by expert
+from opfuse.graph_ops.torch.routing import route, dispatch, combine, row_probs  # tokens to such rows, and back
 torch.compile(model, backend="opfuse")                          # plain PyTorch code, fused
 opfuse.graph_ops.torch.explain(model)(*args)                    # what fuses, and why the rest does not
 opfuse.graph_ops.torch.hf.register()                            # config._experts_implementation = "opfuse"
