@@ -34,14 +34,14 @@ def register(name: str = NAME, *, recipe: str | None = None, multiple_of: int = 
     """Puts the implementation into transformers' registry under `name`, in place of one of that name.
 
     `recipe` and `multiple_of` as grouped_mlp's; each expert's rows are padded to that multiple. Raises VariantPackError
-    for one that no call could serve, GraphNotSupportedError without a transformers that has the registry, 5.0 or later.
+    for one that no call could serve, GraphNotSupportedError without a transformers that has the registry (tested: 5.24).
     """
     check_options(recipe, multiple_of)
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise GraphNotSupportedError("TRANSFORMERS", asked=f"experts implementation {name!r}", seen=error,
-                                     required="transformers 5.0 or later, which has an experts registry",
+                                     required="a transformers with an experts registry; 5.24 is tested",
                                      hint="pip install -U transformers") from error  # fmt: skip
 
     ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(experts_forward, recipe=recipe, multiple_of=multiple_of))
