@@ -34,7 +34,7 @@ def register(name: str = NAME, *, recipe: str | None = None, multiple_of: int = 
     """Puts the implementation into transformers' registry under `name`, in place of one of that name.
 
     `recipe` and `multiple_of` as grouped_mlp's; each expert's rows are padded to that multiple. Raises VariantPackError
-    for one that no call could serve, GraphNotSupportedError without a transformers that has the registry (tested: 5.24).
+    for one that no call could serve, GraphNotSupportedError without a transformers with that registry (5.24 is tested).
     """
     check_options(recipe, multiple_of)
     try:

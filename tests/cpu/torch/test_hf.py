@@ -182,7 +182,7 @@ def test_options_that_no_model_could_use_are_refused_when_registering(options, c
 
 def test_a_transformers_without_the_registry_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
-    with pytest.raises(GraphNotSupportedError, match="experts registry; 5.24") as raised:
+    with pytest.raises(GraphNotSupportedError, match="an experts registry") as raised:
         hf.register()
     assert raised.value.code == "TRANSFORMERS"
 
