@@ -4,10 +4,9 @@ Warpgroup 0 feeds, warpgroups 1 and 2 compute, as in the other kernels (grouped_
 these are. Every expert has the same output tiles, but a k loop of its own length. Per CTA (shared memory: operand
 stages, a ring of output chunks, tile records):
 
-    warp 0     operand loads. Per tile record: per k step waits for an empty stage, expects its bytes and issues the TMA
-               loads (multicast inside a cluster).
-    warp 1     scheduler: the tile records, see wgrad_scheduler.py.
-    warps 2, 3 nothing.
+    warp 0     operand loads. Per tile: finds the expert's rows, writes the tile record, then per k step waits for an
+               empty stage, expects its bytes and issues the TMA loads (multicast inside a cluster).
+    warps 1-3  nothing.
     wg 1, 2    ping-pong: they take tiles in turn, and one's epilogue runs under the other's mainloop; a pair of named
                barriers keeps the mainloops in tile order. Cooperative: they share each tile's rows.
 
@@ -18,8 +17,8 @@ NaN. An expert without rows has one step of nothing but such rows.
     barrier        arrivals                                               waits
     ab_full[s]     1, warp 0's expect-tx, plus the stage's bytes          consumer warps
     ab_empty[s]    consumer warps of a tile x CTAs of the cluster         warp 0
-    rec_full[i]    1, warp 1                                              warp 0, the consumer warps of the tile
-    rec_empty[i]   warp 0, consumer warps of the tile                     warp 1
+    rec_full[i]    1, warp 0                                              the consumer warps of the tile
+    rec_empty[i]   consumer warps of the tile                             warp 0
     named 1, 2     ping-pong: the order of the mainloops                  the warpgroup whose turn it is
     named 3, 4     the threads that zero a step's rows                    the same
 """
@@ -38,11 +37,16 @@ from .config import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS, TILE_K, W
 from .wgrad_config import OPERAND_COLUMNS, WgradConfig, smem_bytes
 from .wgrad_epilogue import WgradEpilogue
 from .wgrad_operands import WgradOperands
-from .wgrad_scheduler import MOST_CLUSTERS, RECORD, k_steps, schedule_tiles
 
 THREADS = WARPGROUP * (1 + CONSUMERS)
 ROW_BYTES = OPERAND_COLUMNS * 2  # one row of 64 columns of an operand in shared memory
 ZEROING_BARRIER = 3
+
+
+@cute.jit
+def k_steps(rows: Int32):
+    """k steps of an expert's tiles: at least one, so that there is something to multiply."""
+    return cutlass.max((rows + (TILE_K - 1)) // TILE_K, Int32(1))
 
 
 class GroupedGemmWgrad:
@@ -74,7 +78,6 @@ class GroupedGemmWgrad:
             rec_full: cute.struct.MemRange[Int64, scheduler.RECORDS]
             rec_empty: cute.struct.MemRange[Int64, scheduler.RECORDS]
             records: cute.struct.MemRange[Int32, scheduler.RECORDS * scheduler.RECORD_WORDS]
-            keys: cute.struct.Align[cute.struct.MemRange[Int32, MOST_CLUSTERS], 16]
             a: cute.struct.Align[cute.struct.MemRange[make.dtype, cute.cosize(smem_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[make.dtype, cute.cosize(smem_b)], 1024]
             dw: cute.struct.Align[cute.struct.MemRange[make.ring_dtype, cute.cosize(smem_dw)], 1024]
@@ -113,7 +116,7 @@ class GroupedGemmWgrad:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        roles.init_barriers(storage, warp, self.schedule, other_readers=1)
+        roles.init_barriers(storage, warp, self.schedule)
         if warp == 0:
             for atom in (atom_a, atom_b, atom_dw):
                 cpasync.prefetch_descriptor(atom)
@@ -124,10 +127,7 @@ class GroupedGemmWgrad:
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self._feed(storage, (atom_a, coords_a, s_a), (atom_b, coords_b, s_b))
-            elif warp == 1:
-                height, width = cute.size(dw, mode=[1]), cute.size(dw, mode=[2])
-                schedule_tiles(storage, self.schedule, offsets, height, width, rows)
+                self._feed(storage, (atom_a, coords_a, s_a), (atom_b, coords_b, s_b), offsets, dw, rows)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = cute.arch.make_warp_uniform(warp // 4 - 1)
@@ -135,8 +135,8 @@ class GroupedGemmWgrad:
             self._compute(storage, group, mma_first, mma, s_a, s_b, epilogue)
 
     @cute.jit
-    def _feed(self, storage, a, b):
-        """Warp 0: one stream of operand stages per tile."""
+    def _feed(self, storage, a, b, offsets: cute.Tensor, dw: cute.Tensor, rows: Int32):
+        """Warp 0: one record and one stream of operand stages per tile."""
         s = self.schedule
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank_m, rank_n = rank % s.cluster_m, rank // s.cluster_m
@@ -144,19 +144,38 @@ class GroupedGemmWgrad:
         row_mask = sum(1 << (i * s.cluster_m) for i in range(s.cluster_n))
         mask_a = cutlass.Int16(row_mask << rank_m) if s.cluster_n > 1 else None
         mask_b = cutlass.Int16(((1 << s.cluster_m) - 1) << (rank_n * s.cluster_m)) if s.cluster_m > 1 else None
+        height = cutlass.const_expr(s.tile_m * s.cluster_m)
+        width = cutlass.const_expr(s.tile_n * s.cluster_n)
+        experts = cute.size(offsets)
+        m_tiles = (cute.size(dw, mode=[1]) + (height - 1)) // height
+        n_tiles = (cute.size(dw, mode=[2]) + (width - 1)) // width
+        per_expert = m_tiles * n_tiles
+        tile = cute.arch.block_idx()[0] // s.cluster_size
+        step = cute.arch.grid_dim()[0] // s.cluster_size
         stage, phase, count = Int32(0), Int32(0), Int32(0)
         full, empty = storage.ab_full.data_ptr(), storage.ab_empty.data_ptr()
-        m0, n0, end, expert, _, rows = records.read_words(storage, count, RECORD)
-        while expert != scheduler.END:
-            k_tiles = k_steps(rows)
+        expert = tile // per_expert
+        begin, end = scheduler.rows_of(offsets, cutlass.min(expert, experts - 1), rows)
+        while expert < experts:
+            m, n = scheduler.order_in_expert(tile - expert * per_expert, m_tiles, n_tiles, s.band)
+            m0 = (m * s.cluster_m + rank_m) * s.tile_m
+            n0 = (n * s.cluster_n + rank_n) * s.tile_n
+            records.write(storage, count, m0, n0, end - begin, expert, stage * 2 + phase)
+            count += 1
+            k_tiles = k_steps(end - begin)
             first_row = end - k_tiles * TILE_K  # TMA reads zeros before row 0
+            # The next tile's rows are asked for before this one's loads, which hide the wait.
+            tile += step
+            expert = tile // per_expert
+            begin, end = scheduler.rows_of(offsets, cutlass.min(expert, experts - 1), rows)
             copy_a = _loads(a, (m0, first_row), s.tile_m, rank_n, s.cluster_n, mask_a)
             copy_b = _loads(b, (n0, first_row), s.tile_n, rank_m, s.cluster_m, mask_b)
             stage, phase = mainloop.load_tile(
                 copy_a, copy_b, k_tiles, stage, phase, full, empty, self.stage_bytes, s.ab_stages
             )
+        for _ in cutlass.range_constexpr(CONSUMERS if s.pingpong else 1):
+            records.write(storage, count, Int32(0), Int32(0), Int32(0), Int32(scheduler.END), Int32(0))
             count += 1
-            m0, n0, end, expert, _, rows = records.read_words(storage, count, RECORD)
         # Peers may still arrive here and multicast here; wait until every stage has been given back.
         for _ in cutlass.range(s.ab_stages, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
@@ -188,7 +207,7 @@ class GroupedGemmWgrad:
             if cutlass.const_expr(s.pingpong):
                 cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=CONSUMERS * WARPGROUP)
 
-        m0, n0, _, expert, place, rows = records.read_words(storage, tile, RECORD)
+        m0, n0, rows, expert, place = records.read_with_slot(storage, tile)
         while expert != scheduler.END:
             k_tiles = k_steps(rows)
 
@@ -205,7 +224,7 @@ class GroupedGemmWgrad:
             if cutlass.const_expr(not self.config.accumulate) or rows > 0:
                 used = epilogue.run(acc, m0, n0, expert, used)
             tile += stride
-            m0, n0, _, expert, place, rows = records.read_words(storage, tile, RECORD)
+            m0, n0, rows, expert, place = records.read_with_slot(storage, tile)
         # Shared memory must outlive the stores that read it.
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 

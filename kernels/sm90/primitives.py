@@ -87,10 +87,6 @@ def load_shared_i32(address):
     return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
-def load_shared_u32(address):
-    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
-
-
 def store_shared_i32(address, value):
     cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, Int32(value)])
 
