@@ -6,8 +6,10 @@ what the experts before hold, and so knows where its first choice of each expert
 neighbouring choices in order, 32 at a time, and lanes of the same expert go one behind the other.
 
 An id of `experts` or more, and a negative one, counts as expert number `experts`, the last one. Counters are in shared
-memory, `bins` of them a warp. The second kernel begins beside the first and waits for its end before it reads counts
-(programmatic dependent launch). Counts are sums of integers, so that their order does not show.
+memory, `bins` of them a warp. Counts are sums of integers, so that their order does not show.
+
+On an H200 32768 choices among 256 experts take 2 + 9 us and 28 of host time; torch's sort of 64-bit ids and what
+follows it took 400 (350 of host time, by which it was bound).
 """
 
 from __future__ import annotations
@@ -47,9 +49,7 @@ class RouteChoices:
         tokens_per_expert = self._vector(tokens_per_expert, Int64, experts)
         padded = Int32(multiple_of > 1)
         self.count(ids, counts, token, filled, experts, padded).launch(**launch)
-        self.place(ids, counts, slot, token, filled, tokens_per_expert, top_k, multiple_of, padded).launch(
-            **launch, use_pdl=True
-        )
+        self.place(ids, counts, slot, token, filled, tokens_per_expert, top_k, multiple_of, padded).launch(**launch)
 
     def _vector(self, address, dtype, size):
         pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
@@ -58,7 +58,6 @@ class RouteChoices:
     @cute.kernel
     def count(self, ids: cute.Tensor, counts: cute.Tensor, token: cute.Tensor, filled: cute.Tensor, experts: Int32,
               padded: Int32):  # fmt: skip
-        cute.arch.griddepcontrol_launch_dependents()
         thread, chunk = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         table = cutlass.memory.SmemAllocator().allocate_array(Int32, self.bins)
         counters = cute.make_tensor(table, cute.make_layout(self.bins))
@@ -94,7 +93,6 @@ class RouteChoices:
             if index < cute.size(ids):
                 cute.arch.atomic_add(table + (warp * self.bins + bin), Int32(1))
 
-        cute.arch.griddepcontrol_wait()  # what came before is of the ids alone, which precede both kernels
         # Thread i has the bins from i * each on, so that a sum over threads is one over experts in order.
         each = cutlass.const_expr(max(1, self.bins // THREADS))
         firsts = cute.make_rmem_tensor(each, Int32)

@@ -5,6 +5,13 @@ is out[t] = sum over j of source[slot[t * top_k + j]], added in float32 in the o
 reads each token once and writes it top_k times, where a gather by rows would read it as often: 704 MB instead of 940
 for 16384 tokens of 7168 bf16 with two choices. Both have no shared memory and no barrier.
 
+us on an H200, and the share of a copy's 4.27 TB/s; Inductor's gather and sum, and torch's, in the same rounds:
+
+    tokens, choices, columns    copy         Inductor  torch    sum          Inductor  torch
+    16384   2        7168       188  0.88    243       247      180  0.92    180       728
+    16384   4        2048        91  0.86    133       136       88  0.90     91       285
+     8192   8        2048        86  0.83    121       124       80  0.89    321       245
+
 Threads: 2**shift neighbouring ones take a row's 16-byte words in turn, in batches of words that make `loads` loads a
 thread, of which the compiler issues 4 to 8 before the first is used. Blocks are (tokens, parts of a row): more than one
 part only where there are too few tokens to fill the GPU. Behind the tokens' blocks of the copy come those that zero
