@@ -71,6 +71,10 @@ class GluEpilogue:
             return self.warp * stores.WARP_ROWS + block * 64
         return self.warp * stores.WARP_ROWS + block * 128 + self.group * 64
 
+    def _group(self):
+        """The warpgroup among those that compute; with codes read anew, as the backward does for the registers."""
+        return self.group if self.quantizer is None else p.fresh_warpgroup() - 1
+
     @cute.jit
     def begin_tile(self, row: Int32, end: Int32, expert: Int32):
         """Loads what the tile's epilogue needs per row and per expert, ahead of the mainloop that hides it."""
@@ -115,7 +119,7 @@ class GluEpilogue:
         """32 columns of the activation, and 64 of h, of this warp's 16 rows, which begin at `row`; returns the
         activation as the quantizer takes it."""
         config, ring = self.config, self.schedule.ring_chunks
-        index = self.group * ring + (used & (ring - 1))
+        index = self._group() * ring + (used & (ring - 1))
         d_base, h_base = self.d_base + index * D_CHUNK_BYTES, self.h_base + index * H_CHUNK_BYTES
         stores_any = cutlass.const_expr(config.d_dtype is not None or config.h_dtype is not None)
         if cutlass.const_expr(stores_any):
@@ -133,16 +137,21 @@ class GluEpilogue:
             cute.arch.sync_warp()
         if cutlass.const_expr(config.h_dtype is not None):
             for box in cutlass.range_constexpr(self.h_boxes):
-                glu_stores.store_box(
-                    *self.store_h, index * self.h_boxes + box, h_base + box * stores.HALF_BOX_BYTES, self.h,
-                    self.h_columns, self.warp, row, end,
-                    stores.box_column(config.glu_layout, n0, self.columns, box),
-                )  # fmt: skip
+                column = stores.box_column(config.glu_layout, n0, self.columns, box)
+                at = h_base + box * stores.HALF_BOX_BYTES
+                self._store(self.store_h, index * self.h_boxes + box, at, self.h, self.h_columns, row, end, column)
         if cutlass.const_expr(config.d_dtype is not None):
-            glu_stores.store_box(*self.store_d, index, d_base, self.d, CHUNK_N, self.warp, row, end, n0)
+            self._store(self.store_d, index, d_base, self.d, CHUNK_N, row, end, n0)
         if cutlass.const_expr(stores_any):
             cute.arch.cp_async_bulk_commit_group()
         return values
+
+    def _store(self, store, index, base, tensor, columns: int, row, end, column) -> None:
+        """This warp's rows of a box. With column codes all of them are before `end`, as `_run_quantized` saw."""
+        if self.config.q_col_dtype is not None:
+            glu_stores.store_whole(*store, index, columns, self.warp, row, column)
+        else:
+            glu_stores.store_box(*store, index, base, tensor, columns, self.warp, row, end, column)
 
     @cute.jit
     def _run_quantized(self, acc: cute.Tensor, row: Int32, n0: Int32, end: Int32, expert: Int32, used: Int32):
@@ -159,7 +168,9 @@ class GluEpilogue:
                 else:
                     for block in cutlass.range_constexpr(self.schedule.m_blocks):
                         first = row + self.block_row(block)
-                        self._quantize(acc, pair, (block,), first, at, end, expert, used + 2 * block)
+                        # A branch also keeps the compiler from moving the next block up, for which registers spilled.
+                        if first < end:
+                            self._quantize(acc, pair, (block,), first, at, end, expert, used + 2 * block)
                 used += 2 * self.schedule.m_blocks
         return used
 
@@ -175,10 +186,10 @@ class GluEpilogue:
         if codes_in_h(self.config):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             p.sync_warp()
-            ring = self.h_base + self.group * (self.schedule.ring_chunks * H_CHUNK_BYTES)
+            ring = self.h_base + self._group() * (self.schedule.ring_chunks * H_CHUNK_BYTES)
             pieces = [self.h_rows.pieces(ring + i * H_CHUNK_BYTES) for i in range(len(blocks))]
         else:
-            mine = self.codes_base + (self.group * 4 + self.warp) * (len(blocks) * 2 * PIECE_BYTES)
+            mine = self.codes_base + (self._group() * 4 + self.warp) * (len(blocks) * 2 * PIECE_BYTES)
             pieces = [(mine + 2 * i * PIECE_BYTES, mine + (2 * i + 1) * PIECE_BYTES) for i in range(len(blocks))]
         self.quantizer.run(values, pieces, row, end, n0 >> 1, p.sync_warp)
 

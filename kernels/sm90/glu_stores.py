@@ -53,6 +53,17 @@ class NarrowBox:
         p.store_shared_i32(at, p.byte_permute_by(word, other, self.selector))
 
 
+def store_whole(atom, coords, boxes, index, columns: int, warp, row, column) -> None:
+    """One warp's rows of a box by TMA, all of which are the expert's."""
+    tile = (WARP_ROWS, columns)
+    target = cute.local_tile(cute.domain_offset((row, column), coords), tile, (0, 0))
+    source = cute.local_tile(boxes[None, None, index], tile, (warp, 0))
+    part, place = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
+    )
+    cute.copy(atom, part, place, cache_policy=cutlass.Int64(stores.STREAM))
+
+
 @cute.jit
 def store_box(
     atom: cute.CopyAtom,
@@ -71,13 +82,7 @@ def store_box(
     """One warp's rows of a box: by TMA when all are the expert's, row by row when its last row is among them. `limit`,
     where a box may reach past it, is where the columns end: a multiple of 8."""
     if row + WARP_ROWS <= row_end:
-        tile = (WARP_ROWS, columns)
-        target = cute.local_tile(cute.domain_offset((row, column), coords), tile, (0, 0))
-        source = cute.local_tile(boxes[None, None, index], tile, (warp, 0))
-        part, place = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
-        )
-        cute.copy(atom, part, place, cache_policy=cutlass.Int64(stores.STREAM))
+        store_whole(atom, coords, boxes, index, columns, warp, row, column)
     elif row < row_end:
         _copy_rows(base, columns, warp, tensor, row, row_end, column, limit)
 
