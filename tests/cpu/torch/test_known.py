@@ -9,7 +9,7 @@ from opfuse.graph_ops.torch import grouped_mlp, ops
 from opfuse.graph_ops.torch.graphs import GRAPHS
 from opfuse.graph_ops.torch.known import CHOICES, KNOWN, LAYOUTS, KnownCalls
 
-CHOICES_OF = ("swiglu", [], "concatenated", 1, False)
+CHOICES_OF: tuple[object, ...] = ("swiglu", [], "concatenated", 1, False)
 
 
 @pytest.fixture
