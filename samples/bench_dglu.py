@@ -97,7 +97,7 @@ class DgluBenchmark(KernelBenchmark):  # type: ignore[misc]
 
     def launcher(self, config: DgluConfig, inputs: Tensors, shape: Shape) -> Call:
         _, L, M, _, I = shape
-        dglu_host.install(config, self.compiled(config))
+        dglu_host.FUNCTIONS.install(config, self.compiled(config))
         out = {"dprob": torch.empty(M, device="cuda")}
         if config.d_dtype:
             out["d"] = torch.empty(M, 2 * I, device="cuda", dtype=torch.bfloat16)

@@ -64,7 +64,7 @@ class GemmBenchmark(KernelBenchmark):  # type: ignore[misc]
         return grouped_gemm.compiled(config, grouped_gemm.kernel_cache())
 
     def launcher(self, config: GemmConfig, inputs: Tensors, shape: Shape) -> Call:
-        gemm_host.install(config, self.compiled(config))
+        gemm_host.FUNCTIONS.install(config, self.compiled(config))
         given: dict[str, Any] = {**inputs, **self.outputs(shape)}
         if config.bias_dtype:
             given["bias"] = randn(shape.L, shape.I)

@@ -70,7 +70,7 @@ class GluBenchmark(KernelBenchmark):  # type: ignore[misc]
         return grouped_glu.compiled(config, grouped_glu.kernel_cache())
 
     def launcher(self, config: GluConfig, inputs: Tensors, shape: Shape) -> Call:
-        glu_host.install(config, self.compiled(config))
+        glu_host.FUNCTIONS.install(config, self.compiled(config))
         given: dict[str, Any] = {**inputs, **self.outputs(shape)}
         if not config.h_dtype:
             del given["h"]

@@ -65,7 +65,7 @@ class WgradBenchmark(KernelBenchmark):  # type: ignore[misc]
         return grouped_wgrad.compiled(config, grouped_wgrad.kernel_cache())
 
     def launcher(self, config: WgradConfig, inputs: Tensors, shape: Shape) -> Call:
-        wgrad_host.install(config, self.compiled(config))
+        wgrad_host.FUNCTIONS.install(config, self.compiled(config))
         given: dict[str, Any] = {**inputs, **self.outputs(shape)}
         if config.accumulate:
             given["dw"] = torch.zeros(given["dw"].shape, device="cuda")

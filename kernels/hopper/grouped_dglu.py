@@ -22,7 +22,7 @@ KERNEL = "sm90.grouped_gemm_dglu"
 
 def compiled(config: DgluConfig, cache: KernelCache) -> Any:
     """The function of a configuration, from `cache` or compiled into it. Raises ImportError without the DSL."""
-    return cached(KERNEL, config, dglu_host.compile_dglu, cache)
+    return cached(KERNEL, config, dglu_host.FUNCTIONS.compile, cache)
 
 
 class GroupedDglu(Launched):
@@ -34,7 +34,7 @@ class GroupedDglu(Launched):
 
     def __init__(self, problem: Problem, device: torch.device, config: DgluConfig) -> None:
         super().__init__(problem, device, config, dglu_arguments(config), compiled(config, kernel_cache()))
-        dglu_host.install(config, self._function)
+        dglu_host.FUNCTIONS.install(config, self._function)
         columns = extents(problem)[2]
         self.zeroes_scales = dglu_host.zeroes_scales(config, known_divisor(columns))
 

@@ -22,7 +22,7 @@ KERNEL = "sm90.grouped_gemm"
 
 def compiled(config: GemmConfig, cache: KernelCache) -> Any:
     """The function of a configuration, from `cache` or compiled into it. Raises ImportError without the DSL."""
-    return cached(KERNEL, config, gemm_host.compile_gemm, cache)
+    return cached(KERNEL, config, gemm_host.FUNCTIONS.compile, cache)
 
 
 class GroupedGemm(Launched):
@@ -30,7 +30,7 @@ class GroupedGemm(Launched):
 
     def __init__(self, problem: Problem, device: torch.device, config: GemmConfig) -> None:
         super().__init__(problem, device, config, gemm_arguments(config), compiled(config, kernel_cache()))
-        gemm_host.install(config, self._function)
+        gemm_host.FUNCTIONS.install(config, self._function)
 
     def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:
         M, K, N, L = (evaluate(extent, bindings) for extent in extents(self._problem))

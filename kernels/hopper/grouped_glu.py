@@ -22,7 +22,7 @@ KERNEL = "sm90.grouped_gemm_glu"
 
 def compiled(config: GluConfig, cache: KernelCache) -> Any:
     """The function of a configuration, from `cache` or compiled into it. Raises ImportError without the DSL."""
-    return cached(KERNEL, config, glu_host.compile_glu, cache)
+    return cached(KERNEL, config, glu_host.FUNCTIONS.compile, cache)
 
 
 class GroupedGlu(Launched):
@@ -34,7 +34,7 @@ class GroupedGlu(Launched):
 
     def __init__(self, problem: Problem, device: torch.device, config: GluConfig) -> None:
         super().__init__(problem, device, config, glu_arguments(config), compiled(config, kernel_cache()))
-        glu_host.install(config, self._function)
+        glu_host.FUNCTIONS.install(config, self._function)
         self.zeroes_scales = zeroes_scales(config, known_divisor(extents(problem)[2]) // gate_columns(problem))
 
     def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:

@@ -22,7 +22,7 @@ KERNEL = "sm90.grouped_gemm_wgrad"
 
 def compiled(config: WgradConfig, cache: KernelCache) -> Any:
     """The function of a configuration, from `cache` or compiled into it. Raises ImportError without the DSL."""
-    return cached(KERNEL, config, wgrad_host.compile_wgrad, cache)
+    return cached(KERNEL, config, wgrad_host.FUNCTIONS.compile, cache)
 
 
 class GroupedWgrad(Launched):
@@ -31,7 +31,7 @@ class GroupedWgrad(Launched):
     def __init__(self, problem: Problem, device: torch.device, config: WgradConfig) -> None:
         super().__init__(problem, device, config, wgrad_arguments(config), compiled(config, kernel_cache()))
         self.outputs = () if config.accumulate else ("dw",)
-        wgrad_host.install(config, self._function)
+        wgrad_host.FUNCTIONS.install(config, self._function)
 
     def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:
         M, K, N, L = (evaluate(extent, bindings) for extent in extents(self._problem))

@@ -20,7 +20,7 @@ KERNEL = "sm90.quantize_row_col"
 
 def compiled(config: QuantizeConfig, cache: KernelCache) -> Any:
     """The function of a configuration, from `cache` or compiled into it. Raises ImportError without the DSL."""
-    return cached(KERNEL, config, quantize_host.compile_quantize, cache)
+    return cached(KERNEL, config, quantize_host.FUNCTIONS.compile, cache)
 
 
 class QuantizeRowCol(Launched):
@@ -30,7 +30,7 @@ class QuantizeRowCol(Launched):
 
     def __init__(self, problem: Problem, device: torch.device, config: QuantizeConfig) -> None:
         super().__init__(problem, device, config, quantize_arguments(config), compiled(config, kernel_cache()))
-        quantize_host.install(config, self._function)
+        quantize_host.FUNCTIONS.install(config, self._function)
 
     def sizes(self, bindings: Mapping[str, int]) -> dict[str, int]:
         M, N = self._problem["x"].shape(bindings)

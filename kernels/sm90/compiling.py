@@ -18,32 +18,34 @@ class UnsupportedConfig(ValueError):
     """A configuration that its kernel's `illegal` declines, with every reason, or the compiler, with what it said."""
 
 
-def compile_legal(config: Any, reasons: Sequence[str], entry: str) -> Callable:
-    """What `compile_entry` of this package's module `entry` makes of a configuration; no GPU is needed.
-
-    Raises UnsupportedConfig with every one of `reasons`, if there are any, or where the compiler fails.
-    """
-    if reasons:
-        raise UnsupportedConfig("; ".join(reasons))
-    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-    from cutlass.base_dsl.common import DSLBaseError
-
-    module = importlib.import_module(f".{entry}", __package__)
-    try:
-        function: Callable = module.compile_entry(config)
-    except DSLBaseError as error:
-        plain = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
-        raise UnsupportedConfig(f"the compiler fails: {plain}") from error
-    return function
-
-
 class Functions:
-    """The functions of one kernel's configurations in this process: compiled at most once, or installed."""
+    """The functions of one kernel's configurations in this process: compiled at most once, or installed.
 
-    def __init__(self, compile_config: Callable[[Any], Callable]) -> None:
-        self._compile = compile_config
+    `entry`: the module of this package whose `compile_entry` compiles one; `illegal`: every reason why it cannot be.
+    """
+
+    def __init__(self, entry: str, illegal: Callable[[Any], Sequence[str]]) -> None:
+        self._entry, self._illegal = entry, illegal
         self._lock = threading.Lock()
         self._functions: dict[Any, Callable] = {}
+
+    def compile(self, config: Any) -> Callable:
+        """Compiles a configuration for sm_90a, which needs no GPU, and keeps nothing.
+
+        Raises UnsupportedConfig with every reason where the configuration is not legal, or where the compiler fails.
+        """
+        if reasons := self._illegal(config):
+            raise UnsupportedConfig("; ".join(reasons))
+        os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+        from cutlass.base_dsl.common import DSLBaseError
+
+        module = importlib.import_module(f".{self._entry}", __package__)
+        try:
+            function: Callable = module.compile_entry(config)
+        except DSLBaseError as error:
+            plain = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
+            raise UnsupportedConfig(f"the compiler fails: {plain}") from error
+        return function
 
     def install(self, config: Any, function: Callable) -> None:
         """Makes `of` return a function that was compiled or loaded elsewhere."""
@@ -51,13 +53,13 @@ class Functions:
             self._functions[config] = function
 
     def of(self, config: Any) -> Callable:
-        """The function of a configuration."""
+        """The function of a configuration. Raises as `compile`."""
         function = self._functions.get(config)
         if function is None:
             with self._lock:
                 function = self._functions.get(config)
                 if function is None:
-                    function = self._functions[config] = self._compile(config)
+                    function = self._functions[config] = self.compile(config)
         return function
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from . import launching
-from .compiling import Functions, compile_legal
+from .compiling import Functions
 from .config import padded_bytes
 from .dglu_arguments import dglu_arguments
 from .dglu_config import DgluConfig, illegal, scratch_tensors
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 KERNEL = "grouped GEMM + dGLU"
+FUNCTIONS = Functions("dglu_entry", illegal)
 OUTPUTS = ("d", "dprob", "activation", "dbias", "amax", "q_row", "sf_row", "q_col", "sf_col")
 """Outputs: zero where there is no row."""
 
@@ -42,27 +43,6 @@ def zeroes_scales(config: DgluConfig, N: int) -> bool:
     return config.sf_swizzled and N % 64 == 0
 
 
-def compile_dglu(config: DgluConfig) -> Callable:
-    """Compiles a configuration for sm_90a (no GPU needed) and returns the function object.
-
-    Raises UnsupportedConfig with every reason when the configuration is not legal, or where the compiler fails on it.
-    """
-    return compile_legal(config, illegal(config), "dglu_entry")
-
-
-FUNCTIONS = Functions(compile_dglu)
-
-
-def install(config: DgluConfig, function: Callable) -> None:
-    """Makes `launch` use a function that was compiled or loaded elsewhere."""
-    FUNCTIONS.install(config, function)
-
-
-def function_of(config: DgluConfig) -> Callable:
-    """The function of a configuration, compiled at most once in this process."""
-    return FUNCTIONS.of(config)
-
-
 def has_tiles(config: DgluConfig, M: int) -> bool:
     """Whether an expert can own a row of M: column quantization has groups of whole 32-row blocks."""
     return M > 0 if config.q_col_dtype is None else M >= 32
@@ -75,7 +55,7 @@ def prepare(config: DgluConfig, tensors: Mapping[str, torch.Tensor | None]) -> C
     Raises UnsupportedConfig, and ValueError, which names every tensor that is missing, superfluous, or not of the type,
     shape, strides, alignment or device that the configuration has for it.
     """
-    function, arguments = function_of(config), dglu_arguments(config)
+    function, arguments = FUNCTIONS.of(config), dglu_arguments(config)
     tensors = {name: launching.as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
     given = launching.present(KERNEL, arguments, tensors, {"dy": 2, "c": 2, "offsets": 1})
     dy = given["dy"]

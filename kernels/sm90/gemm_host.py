@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from . import launching
-from .compiling import Functions, compile_legal
+from .compiling import Functions
 from .config import padded_bytes
 from .gemm_arguments import gemm_arguments
 from .gemm_config import GemmConfig, illegal, scratch_tensors
@@ -15,32 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 KERNEL = "grouped GEMM"
+FUNCTIONS = Functions("gemm_entry", illegal)
 
 
 def workspace_bytes(config: GemmConfig, L: int) -> int:
     """Bytes of scratch memory one launch needs for L experts."""
     return sum(padded_bytes(rows, columns) for _, rows, columns in scratch_tensors(config, L))
-
-
-def compile_gemm(config: GemmConfig) -> Callable:
-    """Compiles a configuration for sm_90a (no GPU needed) and returns the function object.
-
-    Raises UnsupportedConfig with every reason when the configuration is not legal, or where the compiler fails on it.
-    """
-    return compile_legal(config, illegal(config), "gemm_entry")
-
-
-FUNCTIONS = Functions(compile_gemm)
-
-
-def install(config: GemmConfig, function: Callable) -> None:
-    """Makes `launch` use a function that was compiled or loaded elsewhere."""
-    FUNCTIONS.install(config, function)
-
-
-def function_of(config: GemmConfig) -> Callable:
-    """The function of a configuration, compiled at most once in this process."""
-    return FUNCTIONS.of(config)
 
 
 def prepare(config: GemmConfig, tensors: Mapping[str, torch.Tensor | None]) -> Callable[[], object]:
@@ -50,7 +30,7 @@ def prepare(config: GemmConfig, tensors: Mapping[str, torch.Tensor | None]) -> C
     Raises UnsupportedConfig, and ValueError, which names every tensor that is missing, superfluous, or not of the type,
     shape, strides, alignment or device that the configuration has for it.
     """
-    function, arguments = function_of(config), gemm_arguments(config)
+    function, arguments = FUNCTIONS.of(config), gemm_arguments(config)
     given = launching.present(KERNEL, arguments, tensors, {"a": 2, "y": 2, "offsets": 1})
     a = given["a"]
     (M, K), N, L, device = a.shape, given["y"].shape[1], given["offsets"].shape[0], a.device

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from . import launching
-from .compiling import Functions, compile_legal
+from .compiling import Functions
 from .config import padded_bytes
 from .glu_arguments import glu_arguments
 from .glu_config import GluConfig, has_tiles, illegal, scale_bytes, scratch_tensors
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 KERNEL = "grouped GEMM + GLU"
+FUNCTIONS = Functions("glu_entry", illegal)
 ACTIVATION = ("d", "q_row", "q_col")
 """Outputs of which one at least is there: the activation, as it is or in codes."""
 OUTPUTS = ("h", *ACTIVATION, "sf_row", "sf_col")
@@ -27,27 +28,6 @@ def workspace_bytes(config: GluConfig, L: int) -> int:
     return sum(padded_bytes(rows, columns) for _, rows, columns in scratch_tensors(config, L))
 
 
-def compile_glu(config: GluConfig) -> Callable:
-    """Compiles a configuration for sm_90a (no GPU needed) and returns the function object.
-
-    Raises UnsupportedConfig with every reason when the configuration is not legal, or where the compiler fails on it.
-    """
-    return compile_legal(config, illegal(config), "glu_entry")
-
-
-FUNCTIONS = Functions(compile_glu)
-
-
-def install(config: GluConfig, function: Callable) -> None:
-    """Makes `launch` use a function that was compiled or loaded elsewhere."""
-    FUNCTIONS.install(config, function)
-
-
-def function_of(config: GluConfig) -> Callable:
-    """The function of a configuration, compiled at most once in this process."""
-    return FUNCTIONS.of(config)
-
-
 def prepare(config: GluConfig, tensors: Mapping[str, torch.Tensor | None]) -> Callable[[], object]:
     """The launch that `launch` does of the same tensors, as a function that may be called while they lie where they
     are: it holds their addresses, not them.
@@ -55,7 +35,7 @@ def prepare(config: GluConfig, tensors: Mapping[str, torch.Tensor | None]) -> Ca
     Raises UnsupportedConfig, and ValueError, which names every tensor that is missing, superfluous, or not of the type,
     shape, strides, alignment or device that the configuration has for it.
     """
-    function, arguments = function_of(config), glu_arguments(config)
+    function, arguments = FUNCTIONS.of(config), glu_arguments(config)
     tensors = {name: launching.as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
     activation = next(argument.name for argument in arguments if argument.name in ACTIVATION)
     given = launching.present(KERNEL, arguments, tensors, {"x": 2, activation: 2, "offsets": 1})

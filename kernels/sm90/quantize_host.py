@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..streams import on_device
 from . import launching
 from .arguments import words_of
-from .compiling import Functions, compile_legal
+from .compiling import Functions
 from .quantize_arguments import quantize_arguments
 from .quantize_config import QuantizeConfig, illegal, scale_bytes
 
@@ -17,27 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 KERNEL = "quantize"
-
-
-def compile_quantize(config: QuantizeConfig) -> Callable:
-    """Compiles a configuration for sm_90a (no GPU needed) and returns the function object.
-
-    Raises UnsupportedConfig with every reason when the configuration is not legal, or where the compiler fails on it.
-    """
-    return compile_legal(config, illegal(config), "quantize_entry")
-
-
-FUNCTIONS = Functions(compile_quantize)
-
-
-def install(config: QuantizeConfig, function: Callable) -> None:
-    """Makes `launch` use a function that was compiled or loaded elsewhere."""
-    FUNCTIONS.install(config, function)
-
-
-def function_of(config: QuantizeConfig) -> Callable:
-    """The function of a configuration, compiled at most once in this process."""
-    return FUNCTIONS.of(config)
+FUNCTIONS = Functions("quantize_entry", illegal)
 
 
 def extents(M: int, N: int) -> dict[str, int]:
@@ -52,7 +32,7 @@ def prepare(config: QuantizeConfig, tensors: Mapping[str, torch.Tensor | None]) 
     Raises UnsupportedConfig, and ValueError, which names every tensor that is missing, superfluous, or not of the type,
     shape, strides, alignment or device that the configuration has for it.
     """
-    function, arguments = function_of(config), quantize_arguments(config)
+    function, arguments = FUNCTIONS.of(config), quantize_arguments(config)
     tensors = {name: launching.as_bytes(name, tensor) for name, tensor in tensors.items() if tensor is not None}
     given = launching.present(KERNEL, arguments, tensors, {"x": 2})
     (M, N), device = given["x"].shape, given["x"].device

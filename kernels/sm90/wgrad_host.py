@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from . import launching
-from .compiling import Functions, compile_legal
+from .compiling import Functions
 from .wgrad_arguments import wgrad_arguments
 from .wgrad_config import WgradConfig, illegal
 
@@ -14,27 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 KERNEL = "grouped weight gradient"
-
-
-def compile_wgrad(config: WgradConfig) -> Callable:
-    """Compiles a configuration for sm_90a (no GPU needed) and returns the function object.
-
-    Raises UnsupportedConfig with every reason when the configuration is not legal, or where the compiler fails on it.
-    """
-    return compile_legal(config, illegal(config), "wgrad_entry")
-
-
-FUNCTIONS = Functions(compile_wgrad)
-
-
-def install(config: WgradConfig, function: Callable) -> None:
-    """Makes `launch` use a function that was compiled or loaded elsewhere."""
-    FUNCTIONS.install(config, function)
-
-
-def function_of(config: WgradConfig) -> Callable:
-    """The function of a configuration, compiled at most once in this process."""
-    return FUNCTIONS.of(config)
+FUNCTIONS = Functions("wgrad_entry", illegal)
 
 
 def prepare(config: WgradConfig, tensors: Mapping[str, torch.Tensor | None]) -> Callable[[], object]:
@@ -44,7 +24,7 @@ def prepare(config: WgradConfig, tensors: Mapping[str, torch.Tensor | None]) -> 
     Raises UnsupportedConfig, and ValueError, which names every tensor that is missing, superfluous, or not of the type,
     shape, strides, alignment or device that the configuration has for it.
     """
-    function, arguments = function_of(config), wgrad_arguments(config)
+    function, arguments = FUNCTIONS.of(config), wgrad_arguments(config)
     given = launching.present(KERNEL, arguments, tensors, {"a": 2, "dy": 2, "offsets": 1, "dw": 3})
     a, dw = given["a"], given["dw"]
     (M, K), N, L, device = a.shape, given["dy"].shape[1], given["offsets"].shape[0], a.device

@@ -23,7 +23,7 @@ def parsed(fields: Mapping[str, Any]) -> DgluConfig:
 
 def compiled(config: DgluConfig) -> dict[str, Any]:
     try:
-        return {"bytes": len(compiling.export_object(dglu_host.compile_dglu(config)))}
+        return {"bytes": len(compiling.export_object(dglu_host.FUNCTIONS.compile(config)))}
     except compiling.UnsupportedConfig as error:
         return {"refused": str(error)}
 

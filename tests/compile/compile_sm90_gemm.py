@@ -29,7 +29,7 @@ def parsed(fields: Mapping[str, Any]) -> GemmConfig:
 
 def compiled(config: GemmConfig) -> dict[str, Any]:
     try:
-        out: dict[str, Any] = {"bytes": len(compiling.export_object(gemm_host.compile_gemm(config)))}
+        out: dict[str, Any] = {"bytes": len(compiling.export_object(gemm_host.FUNCTIONS.compile(config)))}
     except compiling.UnsupportedConfig as error:
         return {"refused": str(error)}
     folder = Path(os.environ["CUTE_DSL_DUMP_DIR"])

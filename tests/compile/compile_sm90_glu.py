@@ -30,7 +30,7 @@ def parsed(fields: Mapping[str, Any]) -> GluConfig:
 
 def compiled(config: GluConfig) -> dict[str, Any]:
     try:
-        out: dict[str, Any] = {"bytes": len(compiling.export_object(glu_host.compile_glu(config)))}
+        out: dict[str, Any] = {"bytes": len(compiling.export_object(glu_host.FUNCTIONS.compile(config)))}
     except compiling.UnsupportedConfig as error:
         return {"refused": str(error)}
     folder = Path(os.environ["CUTE_DSL_DUMP_DIR"])

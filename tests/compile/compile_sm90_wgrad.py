@@ -29,7 +29,7 @@ def parsed(fields: Mapping[str, Any]) -> WgradConfig:
 
 
 def compiled(config: WgradConfig) -> dict[str, int]:
-    out = {"bytes": len(compiling.export_object(wgrad_host.compile_wgrad(config)))}
+    out = {"bytes": len(compiling.export_object(wgrad_host.FUNCTIONS.compile(config)))}
     folder = Path(os.environ["CUTE_DSL_DUMP_DIR"])
     if disassembler():
         code = machine_code(folder)

@@ -37,7 +37,7 @@ entry = next(k for k in KERNELS if k.id == step.kernel)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     kernels = [entry.build(step.match.problem, "cpu") for _ in range(2)]
-assert callable(dglu_host.function_of(kernels[0].config)) and kernels[0].config == kernels[1].config
+assert callable(dglu_host.FUNCTIONS.of(kernels[0].config)) and kernels[0].config == kernels[1].config
 print(kernel_cache().compiles, [w.category.__name__ for w in caught if w.category.__name__ == "CacheWarning"])
 """
 COMPILED, LOADED = "1 []", "0 []"

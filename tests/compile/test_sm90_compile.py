@@ -118,7 +118,7 @@ def main(names: list[str]) -> None:
 
     folder = Path(os.environ["CUTE_DSL_DUMP_DIR"])
     for name in names:
-        size = len(compiling.export_object(dglu_host.compile_dglu(configuration(name))))
+        size = len(compiling.export_object(dglu_host.FUNCTIONS.compile(configuration(name))))
         counts = {"object": size}
         if disassembler():
             code = machine_code(folder)

@@ -80,7 +80,7 @@ def test_an_illegal_configuration_is_not_compiled():
     from opfuse.kernels.sm90 import compiling, dglu_host
 
     with pytest.raises(compiling.UnsupportedConfig, match=r"ab_dtype is 'fp32'.*cluster 2x2"):
-        dglu_host.compile_dglu(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
+        dglu_host.FUNCTIONS.compile(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
 
 
 def test_problem_sizes():
@@ -140,4 +140,4 @@ def test_what_the_compiler_fails_on_is_an_unsupported_configuration(monkeypatch:
 
     monkeypatch.setattr(dglu_entry, "compile_entry", fails)
     with pytest.raises(compiling.UnsupportedConfig, match=r"the compiler fails.*too many registers"):
-        dglu_host.compile_dglu(DgluConfig())
+        dglu_host.FUNCTIONS.compile(DgluConfig())

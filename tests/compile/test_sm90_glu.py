@@ -203,7 +203,7 @@ def test_an_illegal_configuration_is_not_compiled():
     from opfuse.kernels.sm90 import compiling, glu_host
 
     with pytest.raises(compiling.UnsupportedConfig, match=r"ab_dtype is 'fp32'.*cluster 2x2"):
-        glu_host.compile_glu(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
+        glu_host.FUNCTIONS.compile(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
 
 
 def test_what_the_compiler_fails_on_is_an_unsupported_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,4 +216,4 @@ def test_what_the_compiler_fails_on_is_an_unsupported_configuration(monkeypatch:
 
     monkeypatch.setattr(glu_entry, "compile_entry", fails)
     with pytest.raises(compiling.UnsupportedConfig, match=r"the compiler fails.*too many registers"):
-        glu_host.compile_glu(GluConfig())
+        glu_host.FUNCTIONS.compile(GluConfig())

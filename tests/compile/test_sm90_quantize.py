@@ -34,7 +34,7 @@ def main() -> None:
 
     folder, out = Path(os.environ["CUTE_DSL_DUMP_DIR"]), {}
     for name, config in SHIPPED.items():
-        counts = {"bytes": len(compiling.export_object(quantize_host.compile_quantize(config)))}
+        counts = {"bytes": len(compiling.export_object(quantize_host.FUNCTIONS.compile(config)))}
         if disassembler():
             code = machine_code(folder)
             counts |= {op: len(re.findall(rf"\b{op}\b", code)) for op in COUNTED}
@@ -71,7 +71,7 @@ def test_an_illegal_configuration_is_not_compiled() -> None:
     from opfuse.kernels.sm90 import compiling, quantize_host
 
     with pytest.raises(compiling.UnsupportedConfig, match=r"x_dtype is 'e4m3'.*neither rows nor columns"):
-        quantize_host.compile_quantize(QuantizeConfig("e4m3", None, None))
+        quantize_host.FUNCTIONS.compile(QuantizeConfig("e4m3", None, None))
 
 
 if __name__ == "__main__":

@@ -143,4 +143,4 @@ def test_an_illegal_configuration_is_not_compiled():
     from opfuse.kernels.sm90 import compiling, wgrad_host
 
     with pytest.raises(compiling.UnsupportedConfig, match=r"ab_dtype is 'fp32'.*cluster 2x2"):
-        wgrad_host.compile_wgrad(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))
+        wgrad_host.FUNCTIONS.compile(replace(BASE, ab_dtype="fp32", schedule=Schedule(cluster_m=2, cluster_n=2)))

@@ -16,7 +16,7 @@ from parallel_build import load  # type: ignore[import-not-found]
 @functools.cache
 def installed(config: GemmConfig) -> None:
     """`gemm_host.launch` uses what the kernel cache has."""
-    gemm_host.install(config, load(config))
+    gemm_host.FUNCTIONS.install(config, load(config))
 
 
 def launch(config: GemmConfig, tensors: dict) -> None:

@@ -18,7 +18,7 @@ from parallel_build import load  # type: ignore[import-not-found]
 @functools.cache
 def installed(config: GluConfig) -> None:
     """`glu_host.launch` uses what the kernel cache has."""
-    glu_host.install(config, load(config))
+    glu_host.FUNCTIONS.install(config, load(config))
 
 
 def launch(config: GluConfig, tensors: dict) -> None:

@@ -19,7 +19,7 @@ POISON = 777.0  # no output of unit-scale data rounds to it
 @functools.cache
 def installed(config: DgluConfig) -> None:
     """`dglu_host.launch` uses what the kernel cache has."""
-    dglu_host.install(config, load(config))
+    dglu_host.FUNCTIONS.install(config, load(config))
 
 
 def launch(config: DgluConfig, tensors: dict) -> None:

@@ -45,7 +45,7 @@ def installed(config: QuantizeConfig) -> None:
     """`quantize_host.launch` uses what the kernel cache has."""
     from parallel_build import load  # type: ignore[import-not-found]
 
-    quantize_host.install(config, load(config))
+    quantize_host.FUNCTIONS.install(config, load(config))
 
 
 def values(rows: int, columns: int, dtype: str, seed: int) -> torch.Tensor:

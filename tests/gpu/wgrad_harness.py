@@ -16,7 +16,7 @@ from parallel_build import load  # type: ignore[import-not-found]
 @functools.cache
 def installed(config: WgradConfig) -> None:
     """`wgrad_host.launch` uses what the kernel cache has."""
-    wgrad_host.install(config, load(config))
+    wgrad_host.FUNCTIONS.install(config, load(config))
 
 
 def launch(config: WgradConfig, tensors: dict) -> None:

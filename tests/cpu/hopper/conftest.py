@@ -333,7 +333,7 @@ def emulated(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
     for adapter in (grouped_dglu, grouped_gemm, grouped_glu, grouped_wgrad, quantize_row_col):
         monkeypatch.setattr(adapter, "compiled", compiled)
     for of_kernel in (dglu_host, gemm_host, glu_host, quantize_host, wgrad_host):
-        functions = compiling.Functions(lambda config: pytest.fail(f"compiled {config}"))
+        functions = compiling.Functions("none", lambda config: pytest.fail(f"compiled {config}"))
         monkeypatch.setattr(of_kernel, "FUNCTIONS", functions)
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
     emulation.EXPERTS.clear()

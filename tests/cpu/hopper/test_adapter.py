@@ -327,7 +327,7 @@ def test_launch_refuses_tensors_that_the_function_cannot_take(
     emulation: ModuleType, emulated: list[Any], change: Any, said: str
 ) -> None:
     config = DgluConfig(has_dprob=True)
-    dglu_host.install(config, function := emulation.Emulated(config))
+    dglu_host.FUNCTIONS.install(config, function := emulation.Emulated(config))
     memory = torch.zeros(2**16, dtype=torch.uint8)
     tensors = tensors_of(config) | {"workspace": memory[-memory.data_ptr() % 128 :]}
     dglu_host.launch(config, **tensors)

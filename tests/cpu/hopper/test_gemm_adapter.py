@@ -205,7 +205,7 @@ def tensors_of(rows: int = 256, k: int = 64, n: int = 64, experts: int = 2) -> d
 def test_launch_refuses_tensors_that_the_function_cannot_take(
     emulation: ModuleType, emulated: list[Any], change: Any, said: str
 ) -> None:
-    gemm_host.install(CONFIG, function := emulation.EmulatedGemm(CONFIG))
+    gemm_host.FUNCTIONS.install(CONFIG, function := emulation.EmulatedGemm(CONFIG))
     tensors = tensors_of()
     gemm_host.launch(CONFIG, **tensors)
     assert function.calls == 1 and bool((tensors["y"] == 64).all())
@@ -216,7 +216,7 @@ def test_launch_refuses_tensors_that_the_function_cannot_take(
 
 def test_a_small_workspace_is_refused(emulation: ModuleType, emulated: list[Any]) -> None:
     config = replace(CONFIG, discrete_b=True)
-    gemm_host.install(config, emulation.EmulatedGemm(config))
+    gemm_host.FUNCTIONS.install(config, emulation.EmulatedGemm(config))
     memory = torch.zeros(1024, dtype=torch.uint8)
     tensors = tensors_of() | {"b": torch.tensor([128, 256]), "workspace": memory[-memory.data_ptr() % 128 :][:255]}
     with pytest.raises(ValueError, match="workspace has 255 bytes; required are 256"):

@@ -179,7 +179,7 @@ def tensors_of(rows: int = 256, k: int = 64, n: int = 64, experts: int = 2) -> d
 def test_launch_refuses_tensors_that_the_function_cannot_take(
     emulation: ModuleType, emulated: list[Any], change: Any, said: str
 ) -> None:
-    glu_host.install(CONFIG, function := emulation.EmulatedGlu(CONFIG))
+    glu_host.FUNCTIONS.install(CONFIG, function := emulation.EmulatedGlu(CONFIG))
     tensors = tensors_of()
     glu_host.launch(CONFIG, **tensors)
     assert function.calls == 1 and bool((tensors["h"] == 64).all()) and bool((tensors["d"] == 64 * 64).all())
@@ -190,7 +190,7 @@ def test_launch_refuses_tensors_that_the_function_cannot_take(
 
 def test_a_small_workspace_is_refused(emulation: ModuleType, emulated: list[Any]) -> None:
     config = replace(CONFIG, discrete_b=True)
-    glu_host.install(config, emulation.EmulatedGlu(config))
+    glu_host.FUNCTIONS.install(config, emulation.EmulatedGlu(config))
     memory = torch.zeros(1024, dtype=torch.uint8)
     tensors = tensors_of() | {"b": torch.tensor([128, 256]), "workspace": memory[-memory.data_ptr() % 128 :][:255]}
     with pytest.raises(ValueError, match="workspace has 255 bytes; required are 256"):

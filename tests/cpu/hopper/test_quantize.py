@@ -192,7 +192,7 @@ def tensors_of(rows: int = 100, n: int = 72) -> dict[str, torch.Tensor]:
 def test_launch_refuses_what_the_function_cannot_take(
     emulation: ModuleType, emulated: list[Any], change: Any, said: str
 ) -> None:
-    quantize_host.install(CONFIG, function := emulation.EmulatedQuantize(CONFIG))
+    quantize_host.FUNCTIONS.install(CONFIG, function := emulation.EmulatedQuantize(CONFIG))
     quantize_host.launch(CONFIG, **tensors_of())
     quantize_host.launch(CONFIG, **tensors_of(rows=0))
     assert function.calls == 1

@@ -23,7 +23,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         made.append(config)
         return metadata.version("nvidia-cutlass-dsl")
 
-    monkeypatch.setattr(dglu_host, "compile_dglu", compile_dglu)
+    monkeypatch.setattr(dglu_host.FUNCTIONS, "compile", compile_dglu)
     monkeypatch.setattr(compiling, "export_object", str.encode)
     monkeypatch.setattr(compiling, "load_object", bytes.decode)
     launched.origin.cache_clear()

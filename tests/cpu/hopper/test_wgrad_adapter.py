@@ -168,7 +168,7 @@ def tensors_of(rows: int = 256) -> dict[str, torch.Tensor]:
 def test_launch_refuses_tensors_that_the_function_cannot_take(
     emulation: ModuleType, emulated: list[Any], change: Any, said: str
 ) -> None:
-    wgrad_host.install(CONFIG, function := emulation.EmulatedWgrad(CONFIG))
+    wgrad_host.FUNCTIONS.install(CONFIG, function := emulation.EmulatedWgrad(CONFIG))
     tensors = tensors_of()
     wgrad_host.launch(CONFIG, **tensors)
     assert function.calls == 1 and bool((tensors["dw"] == 128).all())
@@ -183,7 +183,7 @@ def test_a_launch_without_rows_does_not_reach_the_kernel(
 ) -> None:
     """No descriptor has an extent of zero."""
     config = WgradConfig(dw_dtype="fp32", accumulate=accumulate)
-    wgrad_host.install(config, function := emulation.EmulatedWgrad(config))
+    wgrad_host.FUNCTIONS.install(config, function := emulation.EmulatedWgrad(config))
     tensors = tensors_of(0) | {"dw": torch.ones(2, K, N)}
     wgrad_host.launch(config, **tensors)
     assert function.calls == 0 and bool((tensors["dw"] == float(accumulate)).all())
