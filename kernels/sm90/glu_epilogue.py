@@ -148,10 +148,11 @@ class GluEpilogue:
 
     def _store(self, store, index, base, tensor, columns: int, row, end, column) -> None:
         """This warp's rows of a box. With column codes all of them are before `end`, as `_run_quantized` saw."""
+        atom, coords, boxes = store
         if self.config.q_col_dtype is not None:
-            glu_stores.store_whole(*store, index, columns, self.warp, row, column)
+            glu_stores.store_whole(atom, coords, boxes, index, columns, self.warp, row, column)
         else:
-            glu_stores.store_box(*store, index, base, tensor, columns, self.warp, row, end, column)
+            glu_stores.store_box(atom, coords, boxes, index, base, tensor, columns, self.warp, row, end, column)
 
     @cute.jit
     def _run_quantized(self, acc: cute.Tensor, row: Int32, n0: Int32, end: Int32, expert: Int32, used: Int32):
