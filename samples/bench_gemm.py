@@ -8,6 +8,7 @@ how all are measured:
 
     fused        opfuse's kernel          fused_bias   the same with a bias, which torch's does not take
     unfused      opfuse's plan of one node by torch
+    quack        QuACK's gemm where it is installed
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from kernel_benchmark import Call, KernelBenchmark, Shape, Tensors, main, randn
+from kernel_benchmark import Call, KernelBenchmark, Shape, Tensors, main, quack_gemms, randn
 from opfuse.graph_ops import DataType, Graph
 from opfuse.kernels.hopper import grouped_gemm
 from opfuse.kernels.sm90 import gemm_host, gemm_tune
@@ -34,7 +35,8 @@ class GemmBenchmark(KernelBenchmark):  # type: ignore[misc]
     configs = {"fused": FUSED, "fused_bias": replace(FUSED, bias_dtype="bf16")}
     rivals: Mapping[str, Call] = {}
     beside = ()
-    ratios = (("fused", "gmm"), ("fused", "floor"), ("fused_bias", "fused"), ("unfused", "fused"))
+    ratios = (("fused", "gmm"), ("fused", "floor"), ("fused_bias", "fused"), ("quack", "fused"),
+              ("unfused", "fused"))  # fmt: skip
 
     def problems(self, shapes: Sequence[Shape]) -> list[Shape]:
         """fc2 and dx of each shape, named so, with H as depth and I as columns."""
@@ -82,7 +84,9 @@ class GemmBenchmark(KernelBenchmark):  # type: ignore[misc]
         return {"y": torch.empty(shape.M, shape.I, device="cuda", dtype=torch.bfloat16)}
 
     def quack(self, inputs: Tensors) -> dict[str, Call]:
-        return {}
+        a, b = inputs["a"], inputs["b"]
+        y = torch.empty(a.shape[0], b.shape[2], device="cuda", dtype=torch.bfloat16)
+        return quack_gemms(a, b, y, inputs["offsets"], "m")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ measured. gmm writes the pre-activation h, and computes no activation:
 
     compiled     grouped_mm, which writes h, then SwiGLU and prob as one torch.compile'd kernel
     fused        opfuse: h, which a backward needs, and the activation        fused_no_h   the activation alone
+    fused_q      h, and the activation in MXFP8 codes along rows and columns, not as bf16
     unfused      opfuse's plan without fusion
     quack        QuACK's gemm_gated where it is installed: h and the activation, without prob
 """
@@ -39,12 +40,16 @@ class GluBenchmark(KernelBenchmark):  # type: ignore[misc]
 
     title = "Grouped GEMM + SwiGLU"
     operand = "x"
-    configs = {"fused": FUSED, "fused_no_h": replace(FUSED, h_dtype=None)}
+    configs = {
+        "fused": FUSED,
+        "fused_no_h": replace(FUSED, h_dtype=None),
+        "fused_q": replace(FUSED, d_dtype=None, q_row_dtype="e4m3", q_col_dtype="e4m3"),
+    }
     rivals = {"compiled": swiglu}
     beside = ("prob",)
     ratios = (
-        ("fused", "gmm"), ("fused", "floor"), ("fused_no_h", "fused"), ("compiled", "fused"), ("quack", "fused"),
-        ("unfused", "fused"),
+        ("fused", "gmm"), ("fused", "floor"), ("fused_no_h", "fused"), ("fused_q", "fused"),
+        ("compiled", "fused"), ("quack", "fused"), ("unfused", "fused"),
     )  # fmt: skip
 
     def inputs(self, shape: Shape) -> Tensors:
@@ -71,9 +76,11 @@ class GluBenchmark(KernelBenchmark):  # type: ignore[misc]
 
     def launcher(self, config: GluConfig, inputs: Tensors, shape: Shape) -> Call:
         glu_host.FUNCTIONS.install(config, self.compiled(config))
-        given: dict[str, Any] = {**inputs, **self.outputs(shape)}
-        if not config.h_dtype:
-            del given["h"]
+        stored = {"h": config.h_dtype, "d": config.d_dtype}
+        given: dict[str, Any] = {**inputs, **{name: t for name, t in self.outputs(shape).items() if stored[name]}}
+        for side, size in glu_host.scale_bytes(config, shape.M, shape.I).items():
+            given[f"q_{side}"] = torch.empty(shape.M, shape.I, device="cuda", dtype=torch.uint8)
+            given[f"sf_{side}"] = torch.zeros(size, device="cuda", dtype=torch.uint8)
         return lambda offsets: glu_host.launch(config, offsets=offsets, **given)
 
     def declare(self, graph: Graph, shape: Shape) -> None:

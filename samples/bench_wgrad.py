@@ -7,6 +7,7 @@ and the activation, each as the weight lies. Arms beside those of kernel_benchma
 
     fused        opfuse's kernel          fused_add    the same, added to a float32 gradient in place
     unfused      opfuse's plan of one node by torch
+    quack        QuACK's gemm where it is installed
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from kernel_benchmark import Call, KernelBenchmark, Shape, Tensors, main, randn
+from kernel_benchmark import Call, KernelBenchmark, Shape, Tensors, main, quack_gemms, randn
 from opfuse.graph_ops import DataType, Graph
 from opfuse.kernels.hopper import grouped_wgrad
 from opfuse.kernels.sm90 import wgrad_host, wgrad_tune
@@ -33,7 +34,8 @@ class WgradBenchmark(KernelBenchmark):  # type: ignore[misc]
     configs = {"fused": FUSED, "fused_add": replace(FUSED, dw_dtype="fp32", accumulate=True)}
     rivals: Mapping[str, Call] = {}
     beside = ()
-    ratios = (("fused", "gmm"), ("fused", "floor"), ("fused_add", "fused"), ("unfused", "fused"))
+    ratios = (("fused", "gmm"), ("fused", "floor"), ("fused_add", "fused"), ("quack", "fused"),
+              ("unfused", "fused"))  # fmt: skip
 
     def problems(self, shapes: Sequence[Shape]) -> list[Shape]:
         """dw1 and dw2 of each shape, named so, with H as the gradient's rows and I as its columns."""
@@ -82,7 +84,9 @@ class WgradBenchmark(KernelBenchmark):  # type: ignore[misc]
         return {"dw": torch.empty(shape.L, shape.H, shape.I, device="cuda", dtype=torch.bfloat16)}
 
     def quack(self, inputs: Tensors) -> dict[str, Call]:
-        return {}
+        a, dy, offsets = inputs["a"], inputs["dy"], inputs["offsets"]
+        dw = torch.empty(len(offsets), a.shape[1], dy.shape[1], device="cuda", dtype=torch.bfloat16)
+        return quack_gemms(a.t(), dy, dw, offsets, "k")
 
 
 if __name__ == "__main__":

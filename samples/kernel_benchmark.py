@@ -93,6 +93,21 @@ def quack_configs(tiles: Sequence[tuple[int, int, bool, int]]) -> dict[str, Any]
     }
 
 
+def quack_gemms(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, of: str) -> dict[str, Call]:
+    """QuACK's grouped matmul of rows (`of` "m") or over rows ("k") by configuration; none where it is not installed."""
+    configs = quack_configs([(128, 128, True, 2), (128, 192, True, 2), (128, 256, False, 2)])
+    if not configs:
+        return {}
+    from quack.gemm_interface import gemm_tuned  # type: ignore[import-not-found]
+
+    lengths = {f"cu_seqlens_{of}": torch.cat([torch.zeros_like(offsets[:1]), offsets])}
+
+    def arm(config: Any) -> Call:
+        return lambda: gemm_tuned.fn(a, b, out, config=config, dynamic_scheduler=True, **lengths)
+
+    return {name: arm(config) for name, config in configs.items()}
+
+
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
