@@ -22,7 +22,7 @@ from kernel_benchmark import Call, KernelBenchmark, Shape, Tensors, main, quack_
 from opfuse.graph_ops import DataType, GluLayout, Graph
 from opfuse.kernels.hopper import grouped_glu
 from opfuse.kernels.sm90 import glu_host, glu_tune
-from opfuse.kernels.sm90.glu_config import GluConfig
+from opfuse.kernels.sm90.glu_config import GluConfig, scale_bytes
 
 FUSED = GluConfig(product_dtype="bf16", h_dtype="bf16", has_prob=True)
 
@@ -78,7 +78,7 @@ class GluBenchmark(KernelBenchmark):  # type: ignore[misc]
         glu_host.FUNCTIONS.install(config, self.compiled(config))
         stored = {"h": config.h_dtype, "d": config.d_dtype}
         given: dict[str, Any] = {**inputs, **{name: t for name, t in self.outputs(shape).items() if stored[name]}}
-        for side, size in glu_host.scale_bytes(config, shape.M, shape.I).items():
+        for side, size in scale_bytes(config, shape.M, shape.I).items():
             given[f"q_{side}"] = torch.empty(shape.M, shape.I, device="cuda", dtype=torch.uint8)
             given[f"sf_{side}"] = torch.zeros(size, device="cuda", dtype=torch.uint8)
         return lambda offsets: glu_host.launch(config, offsets=offsets, **given)

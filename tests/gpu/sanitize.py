@@ -21,9 +21,11 @@ from pathlib import Path
 import gemm_harness  # type: ignore[import-not-found]
 import glu_harness  # type: ignore[import-not-found]
 import harness  # type: ignore[import-not-found]
+import torch
 import wgrad_harness  # type: ignore[import-not-found]
 from gemm_cases import CASES as GEMM  # type: ignore[import-not-found]
 from glu_cases import CASES as FORWARD  # type: ignore[import-not-found]
+from opfuse.graph_ops.torch.routing import combine, dispatch, route
 from opfuse.kernels.sm90 import dglu_tune
 from opfuse.kernels.sm90.gemm_config import GemmConfig
 from opfuse.kernels.sm90.glu_config import GluConfig, quantizes
@@ -54,6 +56,7 @@ PROBLEMS = {
     "weight gradient, accumulated, cooperative": (WGRAD["accumulate c256_m"], [130, 0, 65], 0),
 }
 K, N = 128, 160
+ROUTED_EXPERTS = 16
 
 
 def _forward(config: GluConfig, sizes: list[int], k: int, n: int, tail: int) -> dict[str, float]:
@@ -67,6 +70,19 @@ def _quantize(config: QuantizeConfig, sizes: list[int], k: int, n: int, tail: in
     return {}
 
 
+def check_routing() -> None:
+    """Tokens to rows and back, padded and not, against the same on the CPU."""
+    expert, x = torch.randint(ROUTED_EXPERTS + 3, (70, 2)), torch.randn(70, 64)
+    for multiple_of in (1, 16):
+        told = []
+        for device in ("cpu", "cuda"):
+            routing = route(expert.to(device), ROUTED_EXPERTS, multiple_of=multiple_of)
+            rows = dispatch(x.to(device), routing)
+            told.append([routing.slot, routing.tokens_per_expert, rows, combine(rows, routing)])
+        for here, there in zip(*told, strict=True):
+            assert torch.equal(here, there.cpu()), f"rows padded to {multiple_of}"
+
+
 CHECKS = {GemmConfig: gemm_harness.check, GluConfig: _forward, WgradConfig: wgrad_harness.check,
           QuantizeConfig: _quantize}  # fmt: skip
 DONE = "every problem is right"
@@ -78,6 +94,7 @@ def run_problems() -> None:
     for name, (config, sizes, tail) in PROBLEMS.items():
         check = CHECKS.get(type(config), harness.check)
         print(name, {k: f"{v:.1e}" for k, v in check(config, sizes, K, N, tail).items()}, flush=True)
+    check_routing()
     print(DONE, flush=True)
 
 
@@ -112,7 +129,8 @@ def main() -> int:
         parser.error("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
     configs = [config for config, _, _ in PROBLEMS.values()]
     print(fill(adapter(configs[0]).kernel_cache().folder, configs))
-    outcome: dict[str, object] = {"problems": list(PROBLEMS)}
+    check_routing()  # its kernels are in the cache, then
+    outcome: dict[str, object] = {"problems": [*PROBLEMS, "routing"]}
     failed = False
     for tool in args.tools.split(","):
         begin = time.monotonic()
