@@ -31,7 +31,7 @@ def test_the_entry_points_exist():
 
     _, entries = blocks("python")
     imports = [line.split("#")[0] for line in entries.splitlines() if line.startswith("from ")]
-    assert len(imports) == 2
+    assert len(imports) == 3
     for line in imports:
         exec(line, {})
     assert "hf.register()" in entries and "Graph.from_cudnn(" in entries and 'backend="opfuse"' in entries
