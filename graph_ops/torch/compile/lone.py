@@ -3,7 +3,8 @@ ours are estimated to beat torch's grouped_mm.
 
 An op of ours costs the host no less than aten's does, so that as few run as memory allows; an op holds its inputs until
 it returns.
-- Those that read one gradient are one op: dx, which reads dh, ends with dh alive wherever dw1 follows.
+- Those that read one gradient are one op: dx, which reads dh, ends with dh alive wherever dw1 follows. But parts of dx
+  that are added up go before the weight gradients are made, and so do not join these.
 - FC2 is one op with the GLU before it, where the rows that the GLU reads are held for the backward anyway.
 - Never one with the GLU's derivative: dx and the weight gradients would keep h and the activation, 3 M I elements,
   alive beside themselves.
@@ -53,18 +54,25 @@ def _planned(nodes: tuple[fx.Node, ...], part: str, plan_of: Callable[[OpGraph],
 
 def _siblings(products: Sequence[fx.Node], places: dict[fx.Node, int]) -> list[tuple[fx.Node, ...]]:
     """`products`, in order, in groups that read memory which one node of the graph made, and nothing made later than
-    the first of the group: so none waits for another."""
+    the first of the group: so none waits for another. Either all results of a group stay to the end, or none does."""
     groups: list[list[fx.Node]] = []
     for node in products:
         read = {memory_of(n) for n in node.all_input_nodes}
         for group in groups:
             shared = {memory_of(n) for n in group[0].all_input_nodes if len(dims_of(n)) == 2} & read
-            if any(n.op == "call_function" for n in shared) and all(places[n] < places[group[0]] for n in read):
+            made = any(n.op == "call_function" for n in shared) and all(places[n] < places[group[0]] for n in read)
+            if made and _stays(node) == _stays(group[0]):
                 group.append(node)
                 break
         else:
             groups.append([node])
     return [tuple(group) for group in groups]
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether a value is read by the graph's caller alone, itself or views of it: it is there to the end."""
+    memory = memory_of(node)
+    return all(user.op == "output" or (memory_of(user) is memory and _stays(user)) for user in node.users)
 
 
 def memory_of(node: fx.Node) -> fx.Node:

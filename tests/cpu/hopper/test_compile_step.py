@@ -64,11 +64,12 @@ def close(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     [
         (Fused, [{GLU, GEMM}], [{DGLU}, {WGRAD}, {WGRAD, GEMM}]),
         (Float32Activation, [{GLU, GEMM}], [{DGLU}, {WGRAD}, {WGRAD, GEMM}]),
-        (Separate, [{GLU, GEMM}], [{DGLU}, {WGRAD}, {WGRAD, GEMM}]),
+        # The two parts of dx are added up before the gradients of gate and up are made.
+        (Separate, [{GLU, GEMM}], [{DGLU}, {WGRAD}, {WGRAD}, {GEMM}]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_step_is_four_ops_and_computes_what_eager_does(
+def test_a_step_is_few_ops_and_computes_what_eager_does(
     model_type: Any, forward: list[set[str]], backward: list[set[str]], seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -78,7 +79,8 @@ def test_a_step_is_four_ops_and_computes_what_eager_does(
         for number, (got, wanted) in enumerate(zip(step(fast, rows, counts), oracle(model, rows, counts), strict=True)):
             close(got, wanted, f"output {number} of {rows} rows, seed {seed}")
     assert [set(rules) for rules in ops_of(rewriter, "forward")[: len(forward)]] == forward
-    assert [set(rules) for rules in ops_of(rewriter, "backward")[: len(backward)]] == backward
+    ran = [set(rules) for rules in ops_of(rewriter, "backward")[: len(backward)]]
+    assert ran == backward, [rules for rules in ops_of(rewriter, "backward")]
 
 
 def test_no_op_waits_for_another_of_its_own(seed: int) -> None:
