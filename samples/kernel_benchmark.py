@@ -1,4 +1,4 @@
-"""What the benchmarks of our Hopper kernels share (bench_{dglu,glu,gemm}.py): measuring, record, summary, chart.
+"""What the benchmarks of our Hopper kernels share (bench_{dglu,glu,gemm,wgrad}.py): measuring, record, summary, chart.
 
 Milliseconds are medians of interleaved rounds: every round runs each arm once, in a new order, after overwriting 256 MB
 so that L2 is cold; all arms see the same clock and power.

@@ -269,6 +269,9 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def cosine(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Of the angle between them; 1 where both are zero, as few rows are whose probs are all drawn as zero."""
+    if not (got.any() or want.any()):
+        return 1.0
     return float(torch.nn.functional.cosine_similarity(got.double().cpu().flatten(), want.double().flatten(), 0))
 
 
