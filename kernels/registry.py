@@ -89,59 +89,45 @@ class KernelEntry:
 
 _HOPPER_PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "filelock", "platformdirs")
 _CUDNN_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "cuda-python")
-_quantize_entry = partial(
+_hopper_entry = partial(
     KernelEntry,
     arches=hopper_support.ARCHES,
-    conditions=hopper_quantize_support.QUANTIZE,
-    module=f"{__package__}.hopper.quantize_row_col",
     evidence="measured",
     requires_packages=_HOPPER_PACKAGES,
     deterministic=True,
     zeroes_rows=True,
 )
+_quantize_entry = partial(
+    _hopper_entry, conditions=hopper_quantize_support.QUANTIZE, module=f"{__package__}.hopper.quantize_row_col"
+)
 _cudnn_entry = partial(KernelEntry, evidence="compiled", requires_packages=_CUDNN_PACKAGES)
 
 KERNELS: tuple[KernelEntry, ...] = (
-    KernelEntry(
+    _hopper_entry(
         id="sm90.grouped_gemm_dglu",
         rule="grouped_gemm_dglu",
         doc="our grouped GEMM + dGLU for Hopper: dense or discrete weights, every activation, dbias, amax, MXFP8 codes",
-        arches=hopper_support.ARCHES,
         conditions=hopper_dglu_support.DGLU,
         module=f"{__package__}.hopper.grouped_dglu",
-        evidence="measured",
-        requires_packages=_HOPPER_PACKAGES,
-        deterministic=True,
         launches=hopper_dglu_support.launches,
         variants=hopper_dglu_support.variants,
-        zeroes_rows=True,
     ),
-    KernelEntry(
+    _hopper_entry(
         id="sm90.grouped_gemm_glu",
         rule="grouped_gemm_glu",
         doc="our grouped GEMM + GLU for Hopper: dense or discrete weights, every activation, layout, bias, MXFP8 codes",
-        arches=hopper_support.ARCHES,
         conditions=hopper_glu_support.GLU,
         module=f"{__package__}.hopper.grouped_glu",
-        evidence="measured",
-        requires_packages=_HOPPER_PACKAGES,
-        deterministic=True,
         launches=hopper_glu_support.launches,
         variants=hopper_glu_support.variants,
-        zeroes_rows=True,
     ),
-    KernelEntry(
+    _hopper_entry(
         id="sm90.grouped_gemm_wgrad",
         rule="grouped_gemm_wgrad",
         doc="our grouped weight gradient for Hopper: BF16 or FP16 operands, groups of any size, dw written or added to",
-        arches=hopper_support.ARCHES,
         conditions=hopper_wgrad_support.WGRAD,
         module=f"{__package__}.hopper.grouped_wgrad",
-        evidence="measured",
-        requires_packages=_HOPPER_PACKAGES,
-        deterministic=True,
         variants=hopper_wgrad_support.variants,
-        zeroes_rows=True,
     ),
     _quantize_entry(
         id="sm90.quantize_row_col",
@@ -153,19 +139,14 @@ KERNELS: tuple[KernelEntry, ...] = (
         rule="quantize",
         doc="our MXFP8 quantization for Hopper: codes and scales along rows or along columns",
     ),
-    KernelEntry(
+    _hopper_entry(
         id="sm90.grouped_gemm",
         rule="grouped_gemm",
         doc="our grouped GEMM for Hopper: dense or discrete weights, alpha, bias, 16-bit or FLOAT result",
-        arches=hopper_support.ARCHES,
         conditions=hopper_gemm_support.GEMM,
         module=f"{__package__}.hopper.grouped_gemm",
-        evidence="measured",
-        requires_packages=_HOPPER_PACKAGES,
-        deterministic=True,
         launches=hopper_gemm_support.launches,
         variants=hopper_gemm_support.variants,
-        zeroes_rows=True,
     ),
     _cudnn_entry(
         id="cudnn.grouped_gemm_dglu.bf16",
